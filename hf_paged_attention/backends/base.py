@@ -1,0 +1,43 @@
+"""What a backend is: a name, what it can run, and the two operations of the path."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from typing import Protocol
+
+import torch
+
+from ..cache.batch import BatchMetadata
+from ..cache.storage import PagedKV
+
+
+@dataclass(frozen=True)
+class AttentionSpec:
+    """What a layer's attention computes, the same for every backend.
+
+    scale multiplies q·k; `window` is the number of keys a query sees, itself included (None: all); softcap c turns a scaled
+    score s into c·tanh(s / c); sinks `[Hq]` are extra logits of the softmax that have no value.
+    """
+
+    scale: float
+    window: int | None = None
+    softcap: float | None = None
+    sinks: torch.Tensor | None = None
+
+
+class Backend(Protocol):
+    """Adding one is a file with this shape and a line in `registry.py`; docs/backends.md walks through it."""
+
+    name: str
+
+    def why_not(self, device: torch.device) -> str | None:
+        """None if the backend runs on `device` here, else the reason in words."""
+
+    def why_not_this(self, query: torch.Tensor, kv: PagedKV, spec: AttentionSpec) -> str | None:
+        """None if it takes this layer (head sizes, dtypes, features), else the reason in words."""
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, kv: PagedKV, slot_mapping: torch.Tensor) -> None:
+        """Store keys `[N, Hkv, D]` and values `[N, Hkv, Dv]` in slots `[N]`, encoding them on the way."""
+
+    def attend(self, query: torch.Tensor, kv: PagedKV, batch: BatchMetadata, spec: AttentionSpec) -> torch.Tensor:
+        """Attention of queries `[N, Hq, D]` over the pages: `[N, Hq, Dv]` in the queries' dtype."""

@@ -1,0 +1,73 @@
+"""The backends by name, and the choice among them."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from ..cache.storage import PagedKV
+from ..log import info_once, warn_once
+from .base import AttentionSpec, Backend
+from .reference import ReferenceBackend
+from .triton import TritonBackend
+
+ENVIRONMENT = "HF_PAGED_ATTENTION_BACKEND"
+ON_UNSUPPORTED = ("error", "warn")
+
+# In the order of preference.
+_BACKENDS: dict[str, Backend] = {}
+
+
+def register_backend(backend: Backend) -> None:
+    """Make `backend` selectable by its name; asked after those registered before it."""
+    _BACKENDS[backend.name] = backend
+
+
+register_backend(TritonBackend())
+register_backend(ReferenceBackend())
+
+
+def backend_names() -> tuple[str, ...]:
+    return tuple(_BACKENDS)
+
+
+def get_backend(name: str) -> Backend:
+    if name not in _BACKENDS:
+        raise ValueError(f"backend={name!r} is not registered. Use 'auto' or one of {', '.join(map(repr, _BACKENDS))}.")
+    return _BACKENDS[name]
+
+
+def select(
+    query: torch.Tensor, kv: PagedKV, spec: AttentionSpec, name: str = "auto", on_unsupported: str = "warn"
+) -> Backend:
+    """The backend for one layer's call; what was chosen, and why not a faster one, is logged once.
+
+    name "auto" takes the environment variable HF_PAGED_ATTENTION_BACKEND, else the first that runs here. A named backend
+    that cannot run the layer is an error; so is a fallback under on_unsupported="error".
+    """
+    if name == "auto":
+        name = os.environ.get(ENVIRONMENT, "auto")
+    if name != "auto":
+        backend = get_backend(name)
+        reason = backend.why_not(query.device) or backend.why_not_this(query, kv, spec)
+        if reason:
+            raise NotImplementedError(f"backend={name!r} cannot run this layer: {reason}. Use backend='auto'.")
+        return backend
+    for backend in _BACKENDS.values():
+        absent = backend.why_not(query.device)
+        reason = absent or backend.why_not_this(query, kv, spec)
+        if reason is None:
+            info_once(f"attention on {query.device.type} runs on backend {backend.name!r}")
+            return backend
+        if not absent and on_unsupported == "error":
+            raise NotImplementedError(
+                f"backend {backend.name!r} cannot run this layer: {reason}. on_unsupported='warn' would let a slower one."
+            )
+        warn_once(f"backend {backend.name!r} is not used: {reason}; taking a slower one")
+    raise NotImplementedError(f"no backend runs on {query.device}")
+
+
+def availability(device: torch.device) -> dict[str, str]:
+    """Each backend and "usable" or why it is not, on `device`."""
+    return {name: backend.why_not(device) or "usable" for name, backend in _BACKENDS.items()}

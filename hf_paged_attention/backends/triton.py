@@ -1,0 +1,78 @@
+"""The Triton kernels as a backend."""
+
+from __future__ import annotations
+
+import os
+
+import torch
+
+from ..cache.batch import BatchMetadata
+from ..cache.storage import PagedKV
+from .base import AttentionSpec
+
+LARGEST_HEAD = 512
+
+
+def interpreted() -> bool:
+    """Whether Triton was asked to run its kernels on the CPU; it reads the variable when it is imported."""
+    return os.environ.get("TRITON_INTERPRET", "0") not in ("", "0")
+
+
+class TritonBackend:
+    name = "triton"
+
+    def why_not(self, device: torch.device) -> str | None:
+        try:
+            import triton  # noqa: F401
+        except ImportError:
+            return "the package triton is not installed"
+        if device.type == "cuda":
+            return None
+        if device.type == "cpu" and interpreted():
+            return None
+        return f"no GPU: Triton does not compile for {device.type} (TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
+
+    def why_not_this(self, query: torch.Tensor, kv: PagedKV, spec: AttentionSpec) -> str | None:
+        if max(kv.k_pool.shape[-1], kv.v_pool.shape[-1]) > LARGEST_HEAD:
+            return f"head size {max(kv.k_pool.shape[-1], kv.v_pool.shape[-1])} is larger than {LARGEST_HEAD}"
+        if query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
+            return f"queries are {query.dtype}; it takes float32, bfloat16 and float16"
+        return None
+
+    def write(self, key: torch.Tensor, value: torch.Tensor, kv: PagedKV, slot_mapping: torch.Tensor) -> None:
+        from ..kernels import write_kv
+
+        write_kv(
+            key,
+            value,
+            kv.k_pool,
+            kv.v_pool,
+            slot_mapping,
+            k_scale=kv.k_scale,
+            v_scale=kv.v_scale,
+            key_factor=kv.key_factor,
+        )
+
+    def attend(self, query: torch.Tensor, kv: PagedKV, batch: BatchMetadata, spec: AttentionSpec) -> torch.Tensor:
+        from ..kernels import decode_attention, unified_attention
+
+        one_each = batch.max_query_len == 1 and query.shape[0] == batch.seq_lens.shape[0]
+        kernel = decode_attention if one_each else unified_attention
+        return kernel(
+            query,
+            kv.k_pool,
+            kv.v_pool,
+            query_start_loc=batch.query_start_loc,
+            seq_lens=batch.seq_lens,
+            block_table=batch.block_table,
+            max_query_len=batch.max_query_len,
+            max_seq_len=batch.max_seq_len,
+            scale=spec.scale,
+            window=spec.window,
+            softcap=spec.softcap,
+            sinks=spec.sinks,
+            k_scale=kv.k_scale,
+            v_scale=kv.v_scale,
+            key_factor=kv.key_factor,
+            kv_start=batch.kv_start,
+        )

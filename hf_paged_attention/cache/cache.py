@@ -1,0 +1,230 @@
+"""`PagedCache`: the cache that a user passes to `generate`."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import torch
+from transformers.cache_utils import Cache, CacheLayerMixin
+
+from ..compat import caches_latents, known_layer_types, layer_types_and_arguments, transformers_layer
+from ..log import info_once
+from .formats import get_format
+from .layer import PagedLayer
+from .options import Options
+from .sequences import Sequences
+
+DEFAULT_BLOCK_SIZE = 64
+PAGED_TYPES = ("full_attention", "sliding_attention")
+
+
+class PagedCache(Cache):
+    """A Transformers cache whose keys and values lie in blocks, optionally in 8 bits.
+
+    Args:
+        config: the model's config (or its text part).
+        kv_dtype: "auto" (as keys and values arrive), "bf16", "fp16", "int8" (balanced keys, one scale a token and KV
+            head) or "fp8" (e4m3, one scale a token and KV head).
+        block_size: tokens a block, a power of two from 16 to 256; None picks the default, 64.
+        max_blocks: bound of the blocks of one layer; None: as many as memory holds.
+        dtype: the dtype in which keys will arrive, for `bytes_per_token` before the first forward pass.
+        backend: "auto", or the name of a registered backend.
+        on_unsupported: what to do when the preferred backend cannot run a layer: "warn" (take a slower one, in a log
+            line) or "error".
+
+    Padding is neither stored nor attended. Layers that are not softmax attention over keys (linear attention,
+    convolutions, MLA's latents) stay as Transformers keeps them.
+
+    Raises:
+        ValueError: for an argument that is not one of the above, or an encoder-decoder config.
+        CacheFullError: from a forward pass, when `max_blocks` is too small; nothing of that pass is stored.
+    """
+
+    def __init__(
+        self,
+        config: Any,
+        *,
+        kv_dtype: str = "auto",
+        block_size: int | None = None,
+        max_blocks: int | None = None,
+        dtype: torch.dtype | None = None,
+        backend: str = "auto",
+        on_unsupported: str = "warn",
+    ):
+        format = get_format(kv_dtype)
+        _check_arguments(config, block_size, max_blocks, backend, on_unsupported)
+        self.text_config = config.get_text_config(decoder=True)
+        self.kv_dtype = kv_dtype
+        self.dtype = dtype
+        self.block_size = block_size or DEFAULT_BLOCK_SIZE
+        plan = _plan(self.text_config)
+        windows = [window for kind, window in plan if kind == "paged"]
+        options = Options(backend, on_unsupported)
+        self.sequences = Sequences(self.block_size, set(windows), max_blocks, len(windows), options)
+        layers: list[Any] = []
+        for kind, argument in plan:
+            if kind == "paged":
+                index = sum(isinstance(layer, PagedLayer) for layer in layers)
+                layers.append(PagedLayer(index, self.sequences, format, argument))
+            else:
+                layers.append(transformers_layer(kind, argument))
+        self.format = format
+        super().__init__(layers=layers)
+
+    def __repr__(self) -> str:
+        return f"PagedCache(kv_dtype={self.kv_dtype!r}, block_size={self.block_size}, layers={len(self.layers)})"
+
+    @property
+    def _paged(self) -> list[PagedLayer]:
+        return [layer for layer in self.layers if isinstance(layer, PagedLayer)]
+
+    @property
+    def _others(self) -> list[Any]:
+        return [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
+
+    # Transformers' protocol: what concerns the sequences is done once, not once a layer -------------------------------
+
+    def get_seq_length(self, layer_idx: int = 0) -> int:
+        """Tokens a row that the cache has been given, padding included."""
+        if self._paged:
+            return self.sequences.columns
+        return super().get_seq_length(layer_idx)
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
+        """(length, offset) of the columns that a mask must describe: those of the new tokens."""
+        layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
+        if isinstance(layer, CacheLayerMixin) and not isinstance(layer, PagedLayer):
+            return layer.get_mask_sizes(query_length)
+        if self._paged:
+            return query_length, self.sequences.columns
+        return super().get_mask_sizes(query_length, layer_idx)
+
+    def reset(self) -> None:
+        """Forget every sequence and give all blocks back; the memory of the pools stays for the next ones."""
+        self.sequences.reset()
+        for layer in self.layers:
+            layer.reset()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest `-tokens_to_remove` tokens of each row.
+
+        Raises `ValueError` for a positive number and `RuntimeError` where a sliding layer no longer has the keys.
+        """
+        if tokens_to_remove > 0:
+            raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number.")
+        self.sequences.crop(-tokens_to_remove)
+        for layer in self._others:
+            layer.crop(tokens_to_remove)
+
+    def reorder_cache(self, beam_idx: torch.LongTensor) -> None:
+        """Row i becomes row `beam_idx[i]`: block tables change, blocks are shared, nothing is copied."""
+        self.sequences.select(beam_idx.tolist())
+        for layer in self._others:
+            layer.reorder_cache(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        """Each row becomes `repeats` rows that share its blocks."""
+        if self.sequences.batch_size is not None:
+            self.sequences.select([row for row in range(self.sequences.batch_size) for _ in range(repeats)])
+        for layer in self._others:
+            layer.batch_repeat_interleave(repeats)
+
+    def batch_select_indices(self, indices: torch.Tensor) -> None:
+        """Keep the rows `indices` (numbers, or a boolean mask)."""
+        rows = torch.as_tensor(indices)
+        rows = rows.nonzero().flatten() if rows.dtype == torch.bool else rows
+        self.sequences.select(rows.tolist())
+        for layer in self._others:
+            layer.batch_select_indices(indices)
+
+    @property
+    def batch_size(self) -> int:
+        if self._paged:
+            return self._paged[0].batch_size
+        return super().batch_size
+
+    # What it costs ----------------------------------------------------------------------------------------------------
+
+    @property
+    def bytes_per_token(self) -> int:
+        """Bytes that one token takes in all paged layers, scales included."""
+        return sum(self._bytes_per_token(layer) for layer in self._paged)
+
+    def _bytes_per_token(self, layer: PagedLayer) -> int:
+        if layer.storage is not None:
+            return layer.storage.bytes_per_token
+        config = self.text_config
+        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
+        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        arriving = self.dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
+        return heads * self.format.bytes_per_head(dim, dim, arriving)
+
+    def stats(self) -> dict[str, Any]:
+        """Numbers of the moment, over all paged layers.
+
+        `blocks_used`, `blocks_free`, `blocks_shared` count a block once a layer; `bytes_used` are those of the blocks
+        in use and `bytes_reserved` those of the pools; `tokens` are those of all rows (padding is not stored);
+        `fragmentation` is the share of the slots in use that hold no token (1 - tokens / slots; shared blocks make it
+        negative), for the layers that keep every token.
+        """
+        used = free = shared = bytes_used = reserved = 0
+        for layer in self._paged:
+            pool = layer.table.pool
+            used, free, shared = used + pool.num_used, free + pool.num_free, shared + pool.num_shared
+            bytes_used += pool.num_used * self.block_size * self._bytes_per_token(layer)
+            reserved += layer.storage.bytes if layer.storage is not None else 0
+        tokens = sum(self.sequences.lengths)
+        full = self.sequences.tables.get(None)
+        slots = full.pool.num_used * self.block_size if full is not None else 0
+        return {
+            "blocks_used": used,
+            "blocks_free": free,
+            "blocks_shared": shared,
+            "bytes_used": bytes_used,
+            "bytes_reserved": reserved,
+            "bytes_per_token": self.bytes_per_token,
+            "tokens": tokens,
+            "sequences": self.sequences.batch_size or 0,
+            "fragmentation": 1 - tokens / slots if slots else 0.0,
+            "kv_dtype": self.kv_dtype,
+            "block_size": self.block_size,
+        }
+
+
+def _plan(config: Any) -> list[tuple[str, Any]]:
+    """For each layer ("paged", window) or (Transformers' layer type, its arguments)."""
+    latents = caches_latents(config)
+    plan: list[tuple[str, Any]] = []
+    for layer_type, arguments in layer_types_and_arguments(config):
+        if layer_type in PAGED_TYPES and not latents:
+            plan.append(("paged", arguments.get("sliding_window") if layer_type == "sliding_attention" else None))
+        elif layer_type == "chunked_attention" or layer_type not in known_layer_types():
+            raise NotImplementedError(
+                f"PagedCache does not know layers of type {layer_type!r} ({config.model_type}). Generate without "
+                'PagedCache and with attn_implementation="sdpa".'
+            )
+        else:
+            why = "its cache holds latents, not keys" if latents else f"type {layer_type!r}"
+            info_once(f"{config.model_type}: layers kept as Transformers keeps them ({why})")
+            plan.append((layer_type, arguments))
+    return plan
+
+
+def _check_arguments(config: Any, block_size: Any, max_blocks: Any, backend: str, on_unsupported: str) -> None:
+    from ..backends.registry import ON_UNSUPPORTED, get_backend
+
+    if getattr(config, "is_encoder_decoder", False):
+        raise ValueError(
+            f"config is of an encoder-decoder model ({config.model_type}); PagedCache holds a decoder-only model's keys. "
+            "Leave past_key_values to generate() for this model."
+        )
+    if block_size is not None and (
+        not isinstance(block_size, int) or not 16 <= block_size <= 256 or block_size & (block_size - 1)
+    ):
+        raise ValueError(f"block_size={block_size!r} must be a power of two from 16 to 256, or None for the default.")
+    if max_blocks is not None and (not isinstance(max_blocks, int) or max_blocks < 1):
+        raise ValueError(f"max_blocks={max_blocks!r} must be a positive number of blocks, or None for no bound.")
+    if backend != "auto":
+        get_backend(backend)
+    if on_unsupported not in ON_UNSUPPORTED:
+        raise ValueError(f"on_unsupported={on_unsupported!r} must be one of {', '.join(map(repr, ON_UNSUPPORTED))}.")

@@ -1,0 +1,153 @@
+"""One attention layer of a paged cache, as Transformers sees it."""
+
+from __future__ import annotations
+
+import torch
+from transformers.cache_utils import CacheLayerMixin
+
+from .batch import BatchMetadata, ForwardPass
+from .formats import Format, encode
+from .sequences import Sequences
+from .storage import PagedKV, Storage
+from .table import BlockTable
+
+
+class PagedLayer(CacheLayerMixin):
+    """Keys and values of one layer in blocks. `update` only hands the new ones on; `store` writes them.
+
+    Writing waits for the attention function, which alone knows from the mask which tokens are real.
+    """
+
+    is_compileable = False
+    is_croppable = True
+    supports_early_init = False
+
+    def __init__(self, index: int, sequences: Sequences, format: Format, window: int | None):
+        super().__init__()
+        self.index = index  # among the paged layers of the cache
+        self.sequences = sequences
+        self.format = format
+        self.window = window
+        self.is_sliding = window is not None
+        if self.is_sliding:
+            self.sliding_window = window
+        self.storage: Storage | None = None
+        self._arrived: torch.Tensor | None = None  # keys that `update` handed on and that are not stored yet
+
+    def __repr__(self) -> str:
+        return f"PagedLayer(kv_dtype={self.format.name!r}, window={self.window}, blocks={self.num_blocks_in_use})"
+
+    @property
+    def table(self) -> BlockTable:
+        return self.sequences.tables[self.window]
+
+    @property
+    def num_blocks_in_use(self) -> int:
+        return self.table.pool.num_used
+
+    # Transformers' protocol -----------------------------------------------------------------------------------------
+
+    def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
+        self.storage = Storage(self.format, self.sequences.block_size, key_states, value_states)
+        self.is_initialized = True
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, *args, **kwargs
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Mark the new keys as this layer's and return them: the attention function stores and attends.
+
+        key_states `[B, Hkv, T, D]`, value_states `[B, Hkv, T, Dv]`. Raises `RuntimeError` if the keys of the previous
+        layer never reached the attention function: the model would attend to new keys alone. Raises `ValueError` if the shape is another model's.
+        """
+        self.sequences.expect_attention(self.index)
+        if self.storage is None:
+            self.lazy_initialization(key_states, value_states)
+        else:
+            self._check_shape(key_states, value_states)
+        self._arrived = key_states
+        # The tensor itself says whose it is: that holds under threads, nested models and layers that read another
+        # layer's keys (Gemma 3n), and is lost exactly when a model changes keys after caching them.
+        key_states.paged_layer = self
+        return key_states, value_states
+
+    def _check_shape(self, key: torch.Tensor, value: torch.Tensor) -> None:
+        held = self.storage
+        expected = (held.num_heads, held.key_dim, held.value_dim)
+        given = (key.shape[1], key.shape[-1], value.shape[-1])
+        if given != expected:
+            raise ValueError(
+                f"This cache holds (KV heads, key size, value size) = {expected} but the keys and values that arrive "
+                f"have {given}: it belongs to another model. Build a PagedCache from this model's config."
+            )
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        """(length, offset) of the columns of the mask that matter: the new ones; older padding was never stored."""
+        return query_length, self.sequences.columns
+
+    def get_seq_length(self) -> int:
+        return self.sequences.columns
+
+    def get_max_length(self) -> int:
+        return -1
+
+    @property
+    def batch_size(self) -> int:
+        return -1 if self.sequences.batch_size is None else self.sequences.batch_size
+
+    @property
+    def record_past(self) -> bool:
+        return self.sequences.record_past
+
+    @record_past.setter
+    def record_past(self, value: bool) -> None:
+        self.sequences.record_past = value
+
+    def activate_past_recording(self) -> None:
+        self.sequences.record_past = True
+
+    def reset(self) -> None:
+        self._arrived = None
+        if self.storage is not None:
+            self.storage.forget_fit()
+
+    # For the attention function ---------------------------------------------------------------------------------------
+
+    @property
+    def has_arrived(self) -> bool:
+        """Whether keys were handed on that are not stored yet (a layer that shares these keys comes later)."""
+        return self._arrived is not None
+
+    def enter(self, batch_size: int, width: int, valid: torch.Tensor | None) -> ForwardPass:
+        """The forward pass that the keys in hand belong to; see `Sequences.enter`."""
+        if not self.has_arrived:
+            return self.sequences.current
+        try:
+            return self.sequences.enter(self.index, batch_size, width, valid)
+        except Exception:
+            self._arrived = None
+            raise
+
+    def store(self, key: torch.Tensor, value: torch.Tensor, step: ForwardPass, batch: BatchMetadata, write_kv) -> None:
+        """Write the real tokens' keys `[N, Hkv, D]` and values `[N, Hkv, Dv]` into their slots."""
+        self._arrived = None
+        self.sequences.awaited = None
+        self.storage.ensure(self.table.pool.capacity, self.table.pool.max_blocks)
+        copies = step.copies[self.window]
+        if copies:
+            self.storage.copy_blocks([copy.source for copy in copies], [copy.destination for copy in copies])
+        if not self.storage.is_fitted and key.shape[0]:
+            previous = self.storage.fit(key)
+            if previous is not None:
+                self._encode_anew(previous)
+        write_kv(key, value, self.storage.kv(), batch.slot_mapping)
+        self.sequences.leave(self.index)
+
+    def kv(self) -> PagedKV:
+        return self.storage.kv()
+
+    def _encode_anew(self, previous: torch.Tensor) -> None:
+        """Keys stored under the `previous` factor `[Hkv, D]` are stored under the present one."""
+        held = [block for block, count in enumerate(self.table.pool.reference_counts) if count]
+        kv = self.storage.kv()
+        keys = kv.k_pool[held].float() * kv.k_scale[held].unsqueeze(-1) * (previous / kv.key_factor)
+        kv.k_pool[held], kv.k_scale[held] = encode(keys, kv.k_pool.dtype)

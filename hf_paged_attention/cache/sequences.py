@@ -1,0 +1,213 @@
+"""The sequences of a batch: their lengths, the blocks that hold them, and how far each layer has come.
+
+One object for all layers of a cache, because all of them see the same tokens. A forward pass begins when the first layer
+brings tokens and is complete when every layer has written them; until then `columns` still counts as before the pass, so
+that an exception half-way loses nothing: the next pass drops what the broken one left.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .batch import ForwardPass
+from .options import Options
+from .table import BlockTable
+
+
+class Sequences:
+    """Rows of a batch for `num_layers` paged layers with the given windows (None: full attention)."""
+
+    def __init__(
+        self,
+        block_size: int,
+        windows: set[int | None],
+        max_blocks: int | None,
+        num_layers: int,
+        options: Options | None = None,
+    ):
+        self.options = options or Options()
+        self.block_size = block_size
+        self.tables = {window: BlockTable(block_size, window, max_blocks) for window in windows}
+        self.record_past = False
+        self.num_layers = num_layers
+        self._forget()
+
+    def _forget(self) -> None:
+        self.batch_size: int | None = None
+        self.lengths: list[int] = []  # real tokens a row, the current pass included
+        self.current: ForwardPass | None = None
+        self.progress = [0] * self.num_layers  # columns that each layer has stored
+        self._columns = 0  # columns a row has been given, padding and the current pass included
+        # The past in segments of columns: (columns, which of them are real per row, or None where all are).
+        self._segments: list[tuple[int, torch.Tensor | None]] = []
+        self._laggards: list[int] = []
+        self.awaited: int | None = None  # the layer whose new keys the attention function has yet to take
+
+    @property
+    def columns(self) -> int:
+        """Columns (tokens a row, padding included) that every layer holds: Transformers' sequence length."""
+        return min(self.progress, default=0)
+
+    def expect_attention(self, layer: int) -> None:
+        """`layer` hands new keys on. Raises `RuntimeError` if an earlier layer's were never taken.
+
+        After a pass that an exception ended, the next one starts again at the first layer: nothing is wrong then.
+        """
+        awaited, self.awaited = self.awaited, layer
+        if awaited is not None and (layer > awaited or (layer == awaited and self.num_layers == 1)):
+            self.awaited = None
+            raise RuntimeError(
+                f"The keys of cache layer {awaited} never reached the attention function of PagedCache. Either the model "
+                'does not run it (call model.set_attn_implementation("paged_triton")), or this family changes keys '
+                "after caching them, which a paged cache cannot follow: use it without PagedCache."
+            )
+
+    # A forward pass -------------------------------------------------------------------------------------------------
+
+    def enter(self, layer: int, batch_size: int, width: int, valid: torch.Tensor | None) -> ForwardPass:
+        """The pass that `layer` takes part in with `[batch_size, width]` new tokens, begun if it is the first layer.
+
+        valid: bool `[batch_size, width]` on the CPU, False for padding; None when every token is real.
+        Raises `CacheFullError` and changes nothing if there are not enough blocks.
+        """
+        if self.current is not None and self.progress[layer] < self._columns:
+            return self.current
+        self._drop_unfinished()
+        if self.batch_size is not None and batch_size != self.batch_size:
+            raise ValueError(
+                f"The batch has {batch_size} rows but the cache holds {self.batch_size} sequences. Call reset() to "
+                "start over, or batch_repeat_interleave / batch_select_indices to change the rows."
+            )
+        self._begin(batch_size, width, valid)
+        return self.current
+
+    def leave(self, layer: int) -> None:
+        """`layer` has stored its tokens. After the last layer, blocks behind the windows are given back."""
+        self.progress[layer] = self._columns
+        if self.columns == self._columns:
+            self._laggards = []
+            if not self.record_past:
+                self._release_behind_windows()
+
+    def _begin(self, batch_size: int, width: int, valid: torch.Tensor | None) -> None:
+        query_lens = [width] * batch_size if valid is None else valid.sum(1).tolist()
+        first = self.batch_size is None
+        if first:
+            self.lengths = [0] * batch_size
+            for table in self.tables.values():
+                table.start(batch_size)
+        try:
+            for table in self.tables.values():
+                table.pool.check(table.blocks_needed(self.lengths, query_lens))
+        except Exception:
+            if first:
+                self._clear_tables()
+                self.lengths = []
+            raise
+        self.batch_size = batch_size
+        step = ForwardPass(list(self.lengths), query_lens, width, valid)
+        for window, table in self.tables.items():
+            step.copies[window] = table.extend(self.lengths, query_lens)
+        self.current = step
+        self.lengths = [length + new for length, new in zip(self.lengths, query_lens, strict=True)]
+        self._columns += width
+        if valid is None and self._segments and self._segments[-1][1] is None:
+            self._segments[-1] = (self._segments[-1][0] + width, None)
+        else:
+            self._segments.append((width, valid))
+
+    def _drop_unfinished(self) -> None:
+        """Forget the tokens of a pass that did not reach every layer: an exception ended it."""
+        lagging = self._columns - self.columns
+        if not lagging:
+            return
+        laggards = [layer for layer, columns in enumerate(self.progress) if columns < self._columns]
+        if laggards == self._laggards:
+            raise RuntimeError(
+                f"Two forward passes in a row did not reach the cache's layers {laggards}. If exceptions ended them, "
+                "call reset(); otherwise the model has fewer attention layers than its config says, or computes some "
+                "of them without the attention interface, and cannot use this cache."
+            )
+        self._laggards = laggards
+        for window, copies in self.current.copies.items():
+            self.tables[window].undo(copies)
+        self._take_back(lagging)
+
+    # Changes between passes -----------------------------------------------------------------------------------------
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove the newest `tokens_to_remove` columns (0: only give back what lies behind the windows)."""
+        self._drop_unfinished()
+        if self.batch_size is None:
+            return
+        removed = min(tokens_to_remove, self._columns)
+        lengths = self._lengths_without(removed)
+        for table in self.tables.values():
+            for row, length in enumerate(lengths):
+                if not table.can_continue_at(row, length):
+                    raise RuntimeError(
+                        f"crop({-tokens_to_remove}) needs keys that a layer with sliding window {table.window} has "
+                        "given back. Call activate_past_recording() before the forward passes that may be undone."
+                    )
+        self._take_back(removed)
+        self._release_behind_windows()
+
+    def select(self, indices: list[int]) -> None:
+        """Row i becomes what row `indices[i]` was; blocks are shared, not copied."""
+        self._drop_unfinished()
+        if self.batch_size is None:
+            return
+        out_of_range = [index for index in indices if not -self.batch_size <= index < self.batch_size]
+        if out_of_range:
+            raise IndexError(f"indices {out_of_range} are out of range for a cache of {self.batch_size} sequences.")
+        for table in self.tables.values():
+            table.select(indices)
+        self.lengths = [self.lengths[index] for index in indices]
+        self._segments = [(n, None if real is None else real[indices]) for n, real in self._segments]
+        self.batch_size = len(indices)
+        self.current = None
+
+    def reset(self) -> None:
+        self._clear_tables()
+        self._forget()
+
+    # Parts ----------------------------------------------------------------------------------------------------------
+
+    def _take_back(self, columns: int) -> None:
+        self.lengths = self._lengths_without(columns)
+        left = columns
+        while left:
+            width, real = self._segments.pop()
+            if width > left:
+                kept = width - left
+                self._segments.append((kept, None if real is None else real[:, :kept]))
+                break
+            left -= width
+        self._columns -= columns
+        self.progress = [min(done, self._columns) for done in self.progress]
+        self.current = None
+        for table in self.tables.values():
+            table.truncate(self.lengths)
+        if self._columns == 0:
+            self._clear_tables()
+            self.batch_size = None
+            self.lengths = []
+
+    def _lengths_without(self, columns: int) -> list[int]:
+        lengths, left = list(self.lengths), columns
+        for width, real in reversed(self._segments):
+            if not left:
+                break
+            taken = min(width, left)
+            for row in range(len(lengths)):
+                lengths[row] -= taken if real is None else int(real[row, width - taken :].sum())
+            left -= taken
+        return lengths
+
+    def _release_behind_windows(self) -> None:
+        for table in self.tables.values():
+            table.release_behind_window(self.lengths)
+
+    def _clear_tables(self) -> None:
+        for table in self.tables.values():
+            table.clear()

@@ -1,0 +1,135 @@
+"""The tensors of one layer: pools of keys and values, their scales, and the keys' balance factor.
+
+In memory a pool is head-outermost, `[Hkv, num_blocks, block_size, D]`: a head's block is one contiguous piece, and blocks
+that follow one another can be read as one. Readers of the code see `[num_blocks, block_size, Hkv, D]`, through strides.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import torch
+
+from .formats import Format, balance_factor
+
+# Pools grow by this share at least, so that a long generation copies each token a bounded number of times.
+GROWTH = 1 / 8
+# Factors are fitted anew, and what is stored encoded anew, until this many tokens were seen.
+TOKENS_TO_FIT = 64
+
+
+@dataclass(frozen=True)
+class PagedKV:
+    """What a backend reads and writes: logical `[num_blocks, block_size, Hkv, D]`, any strides."""
+
+    k_pool: torch.Tensor
+    v_pool: torch.Tensor
+    k_scale: torch.Tensor | None = None  # float32 [num_blocks, block_size, Hkv]
+    v_scale: torch.Tensor | None = None
+    key_factor: torch.Tensor | None = None  # float32 [Hkv, D]: keys are stored divided by it, queries multiplied
+
+
+class Storage:
+    """Grows with its block pool; allocated when the first keys say their shape, dtype and device."""
+
+    def __init__(self, format: Format, block_size: int, key: torch.Tensor, value: torch.Tensor):
+        """key `[B, Hkv, T, D]` and value `[B, Hkv, T, Dv]` give shapes, dtype and device only."""
+        self.format = format
+        self.block_size = block_size
+        self.num_heads, self.key_dim, self.value_dim = key.shape[1], key.shape[-1], value.shape[-1]
+        self.arriving = key.dtype
+        self.device = key.device
+        self.num_blocks = 0
+        self._k = self._new(self.key_dim)
+        self._v = self._new(self.value_dim)
+        self._k_scale = self._new_scale() if format.scaled else None
+        self._v_scale = self._new_scale() if format.scaled else None
+        self.channel_amax: torch.Tensor | None = None
+        self.key_factor: torch.Tensor | None = None
+        self.tokens_fitted = 0
+
+    def _new(self, dim: int) -> torch.Tensor:
+        dtype = self.format.storage_dtype(self.arriving)
+        return torch.empty(self.num_heads, 0, self.block_size, dim, dtype=dtype, device=self.device)
+
+    def _new_scale(self) -> torch.Tensor:
+        return torch.empty(self.num_heads, 0, self.block_size, dtype=torch.float32, device=self.device)
+
+    @property
+    def bytes(self) -> int:
+        """Bytes that the tensors take, blocks in use or not."""
+        tensors = (self._k, self._v, self._k_scale, self._v_scale)
+        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+
+    @property
+    def bytes_per_token(self) -> int:
+        return self.num_heads * self.format.bytes_per_head(self.key_dim, self.value_dim, self.arriving)
+
+    def kv(self) -> PagedKV:
+        def logical(memory: torch.Tensor | None) -> torch.Tensor | None:
+            return None if memory is None else memory.movedim(0, 2)
+
+        return PagedKV(
+            logical(self._k), logical(self._v), logical(self._k_scale), logical(self._v_scale), self.key_factor
+        )
+
+    def ensure(self, num_blocks: int, limit: int | None) -> None:
+        """Room for `num_blocks` blocks; what is stored stays. `limit`: blocks that will never be exceeded."""
+        if num_blocks <= self.num_blocks:
+            return
+        target = max(num_blocks, int(self.num_blocks * (1 + GROWTH)) + 1 if self.num_blocks else num_blocks)
+        if limit is not None:
+            target = max(num_blocks, min(target, limit))
+
+        def grow(memory: torch.Tensor | None) -> torch.Tensor | None:
+            if memory is None:
+                return None
+            shape = list(memory.shape)
+            shape[1] = target
+            grown = memory.new_empty(shape)
+            grown[:, : self.num_blocks].copy_(memory)
+            return grown
+
+        # One tensor at a time, so that only one is in memory twice.
+        self._k = grow(self._k)
+        self._v = grow(self._v)
+        self._k_scale, self._v_scale = grow(self._k_scale), grow(self._v_scale)
+        self.num_blocks = target
+
+    def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
+        for memory in (self._k, self._v, self._k_scale, self._v_scale):
+            if memory is not None:
+                raw = memory.view(torch.uint8) if memory.dtype.itemsize == 1 else memory
+                raw[:, destinations] = raw[:, sources]
+
+    def drop(self) -> None:
+        """Give the memory back."""
+        self.num_blocks = 0
+        self._k, self._v = self._new(self.key_dim), self._new(self.value_dim)
+        if self.format.scaled:
+            self._k_scale, self._v_scale = self._new_scale(), self._new_scale()
+        self.forget_fit()
+
+    # Balance -----------------------------------------------------------------------------------------------------------
+
+    def forget_fit(self) -> None:
+        self.channel_amax = self.key_factor = None
+        self.tokens_fitted = 0
+
+    @property
+    def is_fitted(self) -> bool:
+        return not self.format.balances_keys or self.tokens_fitted >= TOKENS_TO_FIT
+
+    def fit(self, key: torch.Tensor) -> torch.Tensor | None:
+        """Let new keys `[N, Hkv, D]` widen the factor.
+
+        Returns the factor that the keys stored so far were divided by if they must be encoded anew, else None. That
+        happens when the number of tokens seen reaches a power of two: each time adds a rounding to what is stored.
+        """
+        before, self.tokens_fitted = self.tokens_fitted, self.tokens_fitted + key.shape[0]
+        amax = key.detach().abs().amax(0).float()
+        self.channel_amax = amax if self.channel_amax is None else torch.maximum(self.channel_amax, amax)
+        if before.bit_length() == self.tokens_fitted.bit_length():
+            return None
+        previous, self.key_factor = self.key_factor, balance_factor(self.channel_amax)
+        return previous

@@ -1,0 +1,84 @@
+"""What differs between the versions of Transformers that we run on (5.17 to 5.x)."""
+
+from __future__ import annotations
+
+import inspect
+from typing import Any
+
+import transformers
+from transformers import PreTrainedModel
+from transformers import cache_utils as _cache_utils
+
+# The name of generate's and forward's cache argument: `past_key_values` until 5.2x, `cache` after.
+CACHE_ARGUMENT = (
+    "cache"
+    if "cache" in inspect.signature(transformers.GenerationMixin.prepare_inputs_for_generation).parameters
+    else "past_key_values"
+)
+
+
+def layer_types_and_arguments(config: Any) -> list[tuple[str, dict[str, Any]]]:
+    """The type of each cached layer of a decoder's config, and what its cache layer's class is built with."""
+    types, arguments = _cache_utils.get_layer_types_and_kwargs(config)
+    if isinstance(arguments, dict):  # 5.17: one for all layers
+        return [(layer_type, arguments) for layer_type in types]
+    return list(zip(types, arguments, strict=True))
+
+
+def transformers_layer(layer_type: str, arguments: dict[str, Any]) -> Any:
+    """The cache layer that Transformers itself would build: for layers that are not attention over keys."""
+    return _cache_utils.DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**arguments)
+
+
+def known_layer_types() -> tuple[str, ...]:
+    return tuple(_cache_utils.DYNAMIC_LAYER_TYPE_MAPPING)
+
+
+def caches_latents(config: Any) -> bool:
+    """Whether the family keeps compressed latents in the cache and expands them after (MLA since 5.2x).
+
+    Attention then never sees what was cached, so such layers stay as Transformers keeps them.
+    """
+    if getattr(config, "kv_lora_rank", None) is None:
+        return False
+    return CACHE_ARGUMENT == "cache"
+
+
+def describe_mask_function(mask_function: Any) -> tuple[str, int | None]:
+    """("causal", None), ("sliding", window) or (what it is, None), from the closures that Transformers builds masks of."""
+    parts = _parts(mask_function)
+    names = [part.__qualname__ for part in parts]
+    windows = [
+        _closure(part)["sliding_window"] for part in parts if part.__qualname__ == "sliding_window_overlay.<locals>.inner_mask"
+    ]
+    others = [
+        name for name in names if name not in ("causal_mask_function", "sliding_window_overlay.<locals>.inner_mask")
+    ]
+    if others or "causal_mask_function" not in names:
+        return " and ".join(name.removesuffix(".<locals>.inner_mask") for name in others or names), None
+    return ("sliding", min(windows)) if windows else ("causal", None)
+
+
+def _closure(function: Any) -> dict[str, Any]:
+    return {
+        name: cell.cell_contents
+        for name, cell in zip(function.__code__.co_freevars, function.__closure__ or (), strict=True)
+    }
+
+
+def _parts(function: Any) -> list[Any]:
+    """The mask functions that an intersection is made of; anything else is itself."""
+    if function.__qualname__ == "and_masks.<locals>.and_mask":
+        return [part for inner in _closure(function)["mask_functions"] for part in _parts(inner)]
+    return [function]
+
+
+def attention_configs(model: PreTrainedModel) -> list[Any]:
+    """The config of the model and those of its parts, each of which names an attention implementation."""
+    configs = [model.config]
+    for config in configs:
+        for name in config.sub_configs:
+            inner = getattr(config, name, None)
+            if inner is not None and inner not in configs:
+                configs.append(inner)
+    return configs

@@ -1,0 +1,66 @@
+"""`enable(model)`: from then on every `generate` builds a `PagedCache` itself. `disable(model)`: as before."""
+
+from __future__ import annotations
+
+import functools
+import inspect
+from typing import Any
+
+from transformers import GenerationMixin, PreTrainedModel
+
+from .attention import NAME
+from .cache import PagedCache
+from .compat import CACHE_ARGUMENT, attention_configs
+
+_STATE = "_hf_paged_attention"
+
+
+def enable(model: PreTrainedModel, **cache_arguments: Any) -> PreTrainedModel:
+    """Set `attn_implementation="paged_triton"` and let `model.generate` build `PagedCache(config, **cache_arguments)`.
+
+    A cache that a call passes itself, `use_cache=False` and a `cache_implementation` other than the default are left
+    alone. Calling it again replaces the arguments. Returns the model.
+
+    Raises `TypeError` for a model without `generate`, `ValueError` for arguments that `PagedCache` refuses.
+    """
+    if not isinstance(model, GenerationMixin):
+        raise TypeError(f"model is a {type(model).__name__}, which has no generate(). Pass a causal language model.")
+    PagedCache(model.config, **cache_arguments)  # refuses bad arguments now rather than in the first generate
+    if hasattr(model, _STATE):
+        disable(model)
+    before = [(config, config._attn_implementation) for config in attention_configs(model)]
+    model.set_attn_implementation(NAME)
+    original = model._prepare_cache_for_generation
+    parameters = list(inspect.signature(original).parameters)
+
+    @functools.wraps(original)
+    def prepare_cache(*args: Any, **kwargs: Any) -> Any:
+        given = dict(zip(parameters, args, strict=False)) | kwargs
+        generation_config, model_kwargs = given["generation_config"], given["model_kwargs"]
+        wants_default = generation_config.use_cache is not False and generation_config.cache_implementation in (
+            None,
+            "dynamic",
+        )
+        if wants_default and model_kwargs.get(CACHE_ARGUMENT) is None:
+            cache = PagedCache(model.config, **cache_arguments)
+            if getattr(generation_config, "is_assistant", False):
+                cache.activate_past_recording()
+            model_kwargs[CACHE_ARGUMENT] = cache
+            return None
+        return original(*args, **kwargs)
+
+    model._prepare_cache_for_generation = prepare_cache
+    setattr(model, _STATE, before)
+    return model
+
+
+def disable(model: PreTrainedModel) -> PreTrainedModel:
+    """Undo `enable`: the attention implementation and the caches are what they were. Does nothing if not enabled."""
+    before = getattr(model, _STATE, None)
+    if before is None:
+        return model
+    for config, implementation in before:
+        config._attn_implementation = implementation
+    delattr(model, _STATE)
+    del model._prepare_cache_for_generation
+    return model
