@@ -1,0 +1,362 @@
+"""Attention of one query token a request over paged keys and values, each request's keys split over several programs.
+
+    out[r, h] = sum_s 2^(lse[s, h] - lse[h]) out_s[h],   s over the splits of request r's keys (FlashDecoding)
+
+query [R, Hq, D], pools [num_blocks, block_size, Hkv, D or Dv], partial outputs [C, Hq, Dv] and log-sum-exps [C, Hq].
+Grid: (KV heads, C): C bounds the splits of all requests; each program finds its request and keys from the lengths.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .checks import check_attention, strides_or_zeros
+from .convert import FLOAT, dot_dtypes, pool_bytes, pool_factor, pool_format
+from .counters import take_counters
+from .launch import DecodePlan, plan_decode
+from .merge import merge_partials
+from .softmax import LN_2, LOG2_E, attend_tiles
+
+
+@triton.jit
+def key_tiles(seq_lens, kv_start_ptr, requests, held, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
+    """First key, first tile and number of tiles that a request's query attends; elementwise over `requests`."""
+    first_key = tl.zeros_like(seq_lens)
+    if kv_start_ptr is not None:
+        first_key = tl.load(kv_start_ptr + requests, mask=held, other=0)
+    if WINDOW > 0:
+        first_key = tl.maximum(first_key, seq_lens - WINDOW)
+    first_tile = first_key // BLOCK_N
+    return first_key, first_tile, tl.maximum(tl.cdiv(seq_lens, BLOCK_N) - first_tile, 0)
+
+
+@triton.jit
+def store_rows(
+    out_ptr,
+    lse_ptr,
+    out,
+    lse,
+    heads,
+    row_held,
+    stride_out_head,
+    stride_lse_head,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Rows of one token's output and log-sum-exps, one a head."""
+    dv = tl.arange(0, BLOCK_DV)
+    out_at = out_ptr + (heads * stride_out_head)[:, None] + dv[None, :]
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=row_held[:, None] & (dv < DV)[None, :])
+    if lse_ptr is not None:
+        tl.store(lse_ptr + heads * stride_lse_head, lse, mask=row_held)
+
+
+@triton.jit
+def _decode_kernel(
+    query_ptr,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    key_factor_ptr,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
+    partial_out_ptr,
+    partial_lse_ptr,
+    counter_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    table_ptr,
+    kv_start_ptr,
+    num_requests,
+    scale,
+    softcap,
+    out_factor,
+    stride_q_token,
+    stride_q_head,
+    stride_k_block,
+    stride_k_slot,
+    stride_k_head,
+    stride_k_d,
+    stride_v_block,
+    stride_v_slot,
+    stride_v_head,
+    stride_v_d,
+    stride_ks_block,
+    stride_ks_slot,
+    stride_ks_head,
+    stride_vs_block,
+    stride_vs_slot,
+    stride_vs_head,
+    stride_out_token,
+    stride_out_head,
+    stride_lse_token,
+    stride_lse_head,
+    stride_table,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FORMAT: tl.constexpr,
+    PAGE: tl.constexpr,
+    PROGRAMS: tl.constexpr,
+    MIN_TILES: tl.constexpr,
+    BLOCK_R: tl.constexpr,
+    BLOCK_G: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    BLOCK_S: tl.constexpr,
+    KEY_DTYPE: tl.constexpr,
+    VALUE_DTYPE: tl.constexpr,
+):
+    kv_head = tl.program_id(0)
+    program = tl.program_id(1)
+    kv_heads = tl.num_programs(0)
+
+    # Every split has the same number of tiles, whatever its request's length: one long request among short ones is
+    # spread over the SMs. Each program repeats this small count: it is cheaper than a launch, and no host knows them.
+    requests = tl.arange(0, BLOCK_R)
+    held = requests < num_requests
+    lens = tl.load(seq_lens_ptr + requests, mask=held, other=0)
+    _, _, tiles = key_tiles(lens, kv_start_ptr, requests, held, WINDOW, BLOCK_N)
+    split_tiles = tl.maximum(tl.cdiv(tl.sum(tiles, 0), PROGRAMS), MIN_TILES)
+    splits = tl.where(held, tl.maximum(tl.cdiv(tiles, split_tiles), 1), 0)
+    last_program = tl.cumsum(splits, 0)
+    request = tl.sum((last_program <= program).to(tl.int32), 0)
+    if request >= num_requests:
+        return
+    first_program = tl.sum(tl.where(requests < request, splits, 0), 0)
+    num_splits = tl.sum(tl.where(requests == request, splits, 0), 0)
+
+    seq_len = tl.load(seq_lens_ptr + request)
+    first_key, first_tile, num_tiles = key_tiles(seq_len, kv_start_ptr, request, True, WINDOW, BLOCK_N)
+    low = first_tile + (program - first_program) * split_tiles
+    high = tl.minimum(low + split_tiles, first_tile + num_tiles)
+
+    rows = tl.arange(0, BLOCK_M)
+    row_held = rows < GROUP
+    heads = kv_head * GROUP + rows
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    token = request.to(tl.int64)
+    if query_start_ptr is not None:
+        token = tl.load(query_start_ptr + request).to(tl.int64)
+        if tl.load(query_start_ptr + request + 1) <= token:
+            return
+    q_at = query_ptr + token * stride_q_token + (heads * stride_q_head)[:, None] + d[None, :]
+    q = tl.load(q_at, mask=row_held[:, None] & (d[None, :] < D), other=0.0)
+    if key_factor_ptr is not None:
+        factor = tl.load(key_factor_ptr + kv_head * D + d, mask=d < D, other=0.0)
+        q = q.to(tl.float32) * factor[None, :]
+    q = q.to(KEY_DTYPE)
+
+    row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+    row_sum = tl.zeros([BLOCK_M], tl.float32)
+    if sinks_ptr is not None and program == first_program:
+        row_max = tl.load(sinks_ptr + heads, mask=row_held, other=0.0).to(tl.float32) * LOG2_E
+        row_sum = tl.full([BLOCK_M], 1.0, tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+
+    k_ptr += kv_head.to(tl.int64) * stride_k_head
+    v_ptr += kv_head.to(tl.int64) * stride_v_head
+    if FORMAT != FLOAT:
+        k_scale_ptr += kv_head.to(tl.int64) * stride_ks_head
+        v_scale_ptr += kv_head.to(tl.int64) * stride_vs_head
+    table_ptr += request.to(tl.int64) * stride_table
+    row_pos = tl.zeros([BLOCK_M], tl.int32) + seq_len - 1
+    # Only the request's first and last tiles hold keys that the query must not see.
+    full_low = tl.minimum(tl.maximum(low, tl.cdiv(first_key, BLOCK_N)), tl.maximum(low, high))
+    full_high = tl.maximum(tl.minimum(high, seq_len // BLOCK_N), full_low)
+    for phase in tl.static_range(3):
+        if phase == 0:
+            phase_low = low
+            phase_high = full_low
+        elif phase == 1:
+            phase_low = full_low
+            phase_high = full_high
+        else:
+            phase_low = full_high
+            phase_high = high
+        acc, row_max, row_sum = attend_tiles(
+            acc,
+            row_max,
+            row_sum,
+            q,
+            row_pos,
+            phase_low,
+            phase_high,
+            first_key,
+            seq_len,
+            k_ptr,
+            v_ptr,
+            k_scale_ptr,
+            v_scale_ptr,
+            table_ptr,
+            scale,
+            softcap,
+            stride_k_block,
+            stride_k_slot,
+            stride_k_d,
+            stride_v_block,
+            stride_v_slot,
+            stride_v_d,
+            stride_ks_block,
+            stride_ks_slot,
+            stride_vs_block,
+            stride_vs_slot,
+            D,
+            DV,
+            0,
+            FORMAT,
+            PAGE,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_DV,
+            phase != 1,
+            VALUE_DTYPE,
+        )
+    total = tl.where(row_sum == 0.0, 1.0, row_sum)
+    acc = acc * (out_factor / total)[:, None]
+    lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(total)) * LN_2)
+    out_ptr += token * stride_out_token
+    if lse_ptr is not None:
+        lse_ptr += token * stride_lse_token
+
+    if num_splits == 1:
+        store_rows(out_ptr, lse_ptr, acc, lse, heads, row_held, stride_out_head, stride_lse_head, DV, BLOCK_DV)
+    else:
+        query_heads = kv_heads * GROUP
+        partial = program.to(tl.int64) * query_heads + heads
+        partial_at = partial_out_ptr + partial[:, None] * DV + dv[None, :]
+        tl.store(partial_at, acc, mask=row_held[:, None] & (dv < DV)[None, :], cache_modifier=".cg")
+        tl.store(partial_lse_ptr + partial, lse, mask=row_held, cache_modifier=".cg")
+        # Every thread's stores must come before the one thread's release.
+        tl.debug_barrier()
+        counter_at = counter_ptr + request * kv_heads + kv_head
+        if tl.atomic_add(counter_at, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
+            # The last split to finish merges them all, and leaves the counter as it found it.
+            tl.store(counter_at, 0)
+            group = tl.arange(0, BLOCK_G)
+            heads = kv_head * GROUP + group
+            row_held = group < GROUP
+            merged, merged_lse = merge_partials(
+                partial_out_ptr,
+                partial_lse_ptr,
+                first_program,
+                num_splits,
+                query_heads,
+                heads,
+                row_held,
+                DV,
+                BLOCK_G,
+                BLOCK_S,
+                BLOCK_DV,
+            )
+            store_rows(
+                out_ptr, lse_ptr, merged, merged_lse, heads, row_held, stride_out_head, stride_lse_head, DV, BLOCK_DV
+            )
+
+
+def decode_attention(
+    query: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    *,
+    query_start_loc: torch.Tensor | None,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    key_factor: torch.Tensor | None = None,
+    kv_start: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    plan: DecodePlan | None = None,
+) -> torch.Tensor:
+    """Attention of at most one query token a request; arguments, result and errors as in `unified_attention`.
+
+    query_start_loc None means that token r belongs to request r. The splits follow each request's length on the device:
+    the host reads nothing, so a captured CUDA graph stays right as lengths grow, as long as the addresses hold.
+
+    Raises:
+        ValueError: as `unified_attention`, and max_query_len other than 1.
+    """
+    if max_query_len > 1:
+        raise ValueError(f"decode_attention takes one query token a request, got max_query_len={max_query_len}")
+    shape = check_attention(
+        query, k_pool, v_pool, query_start_loc, seq_lens, block_table, window, softcap, sinks, k_scale, v_scale,
+        key_factor, kv_start, out, lse,
+    )  # fmt: skip
+    if out is None:
+        out = query.new_empty(shape.tokens, shape.query_heads, shape.value_dim)
+    if shape.tokens == 0 or shape.requests == 0:
+        return out
+    if plan is None:
+        plan = plan_decode(shape, max_seq_len=max_seq_len, window=window)
+    k_bytes, v_bytes = pool_bytes(k_pool), pool_bytes(v_pool)
+    factor = pool_factor(k_pool.dtype)
+    key_dtype, value_dtype = dot_dtypes(query.dtype, k_pool.dtype)
+    programs = plan.programs + shape.requests
+    partial_out = query.new_empty(programs, shape.query_heads, shape.value_dim, dtype=torch.float32)
+    partial_lse = query.new_empty(programs, shape.query_heads, dtype=torch.float32)
+    _decode_kernel[(shape.kv_heads, programs)](
+        query,
+        k_bytes,
+        v_bytes,
+        k_scale,
+        v_scale,
+        key_factor,
+        sinks,
+        out,
+        lse,
+        partial_out,
+        partial_lse,
+        take_counters(shape.requests * shape.kv_heads, query.device),
+        query_start_loc,
+        seq_lens,
+        block_table,
+        kv_start,
+        shape.requests,
+        scale * factor * (1.0 if softcap else LOG2_E.value),
+        softcap,
+        factor,
+        query.stride(0),
+        query.stride(1),
+        *k_bytes.stride(),
+        *v_bytes.stride(),
+        *strides_or_zeros(k_scale, 3),
+        *strides_or_zeros(v_scale, 3),
+        out.stride(0),
+        out.stride(1),
+        *strides_or_zeros(lse, 2),
+        block_table.stride(0),
+        GROUP=shape.group,
+        D=shape.head_dim,
+        DV=shape.value_dim,
+        WINDOW=window or 0,
+        FORMAT=pool_format(k_pool.dtype).value,
+        PAGE=shape.page,
+        PROGRAMS=plan.programs,
+        MIN_TILES=plan.min_tiles,
+        BLOCK_R=triton.next_power_of_2(shape.requests),
+        BLOCK_G=triton.next_power_of_2(shape.group),
+        BLOCK_M=max(16, triton.next_power_of_2(shape.group)),
+        BLOCK_N=plan.block_n,
+        BLOCK_D=triton.next_power_of_2(shape.head_dim),
+        BLOCK_DV=triton.next_power_of_2(shape.value_dim),
+        BLOCK_S=plan.merge_splits,
+        KEY_DTYPE=key_dtype,
+        VALUE_DTYPE=value_dtype,
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+    )
+    return out

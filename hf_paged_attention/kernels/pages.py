@@ -1,0 +1,37 @@
+"""Where a tile of keys lies: key i of a request is slot i % PAGE of block table[i // PAGE].
+
+A tile inside one page costs one look-up; a tile over several pages looks up every slot. Offsets are 64-bit as far as
+they can exceed a page: a contiguous cache is a single page that may hold more than 2^31 elements.
+"""
+
+import triton
+import triton.language as tl
+
+
+@triton.jit
+def tile_pages(table_ptr, first_key, first_held, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr):
+    """Block ids of the tile that starts at `first_key`: a scalar when the tile is inside one page, else one a key.
+
+    MASKED tiles look up only keys in [first_held, end): entries outside may name blocks that were given back.
+    """
+    if PAGE >= BLOCK_N:
+        pages = tl.load(table_ptr + first_key // PAGE).to(tl.int64)
+    else:
+        keys = first_key + tl.arange(0, BLOCK_N)
+        if MASKED:
+            pages = tl.load(table_ptr + keys // PAGE, mask=(keys >= first_held) & (keys < end), other=0).to(tl.int64)
+        else:
+            pages = tl.load(table_ptr + keys // PAGE).to(tl.int64)
+    return pages
+
+
+@triton.jit
+def tile_offsets(pages, first_key, stride_block, stride_slot, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Element offsets [BLOCK_N] of the tile's slots in a pool or in its scales."""
+    keys = tl.arange(0, BLOCK_N)
+    if PAGE >= BLOCK_N:
+        base = pages * stride_block + (first_key % PAGE).to(tl.int64) * stride_slot
+        offsets = base + keys * stride_slot
+    else:
+        offsets = pages * stride_block + ((first_key + keys) % PAGE) * stride_slot
+    return offsets

@@ -1,0 +1,316 @@
+"""Attention of a ragged batch over paged keys and values, any number of query tokens a request.
+
+    out[t, h] = sum_j softmax_j(cap(scale q[t, h] . k[j, h // G])) v[j, h // G]
+    over the keys max(kv_start, pos_t - window + 1) <= j <= pos_t
+
+query [N, Hq, D], pools [num_blocks, block_size, Hkv, D or Dv], out [N, Hq, Dv]; G = Hq / Hkv heads share a KV head and
+fill the rows of one tile: row r is token r // G of the tile, head r % G of the group.
+Grid: (KV heads, tiles of BLOCK_M // G query tokens over all requests), a request's last (longest) tile first.
+"""
+
+import torch
+import triton
+import triton.language as tl
+
+from .checks import check_attention, strides_or_zeros
+from .convert import FLOAT, dot_dtypes, pool_bytes, pool_factor, pool_format
+from .launch import UnifiedPlan, plan_unified
+from .softmax import LN_2, LOG2_E, attend_tiles
+
+
+@triton.jit
+def request_of_tile(query_start_ptr, tile, num_requests, TILE_TOKENS: tl.constexpr):
+    """The request whose query tokens tile `tile` holds.
+
+    Request r owns the tiles from query_start[r] // TILE_TOKENS + r on: one spare tile a request, so that tile counts
+    need no prefix sum (the numbering of vLLM's unified kernel).
+    """
+    low = 0
+    high = num_requests
+    while low < high:
+        middle = (low + high) // 2
+        first = tl.load(query_start_ptr + middle) // TILE_TOKENS + middle
+        if first <= tile:
+            low = middle + 1
+        else:
+            high = middle
+    return low - 1
+
+
+@triton.jit
+def _unified_kernel(
+    query_ptr,
+    k_ptr,
+    v_ptr,
+    k_scale_ptr,
+    v_scale_ptr,
+    key_factor_ptr,
+    sinks_ptr,
+    out_ptr,
+    lse_ptr,
+    query_start_ptr,
+    seq_lens_ptr,
+    table_ptr,
+    kv_start_ptr,
+    num_requests,
+    scale,
+    softcap,
+    out_factor,
+    stride_q_token,
+    stride_q_head,
+    stride_k_block,
+    stride_k_slot,
+    stride_k_head,
+    stride_k_d,
+    stride_v_block,
+    stride_v_slot,
+    stride_v_head,
+    stride_v_d,
+    stride_ks_block,
+    stride_ks_slot,
+    stride_ks_head,
+    stride_vs_block,
+    stride_vs_slot,
+    stride_vs_head,
+    stride_out_token,
+    stride_out_head,
+    stride_lse_token,
+    stride_lse_head,
+    stride_table,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    DV: tl.constexpr,
+    WINDOW: tl.constexpr,
+    FORMAT: tl.constexpr,
+    PAGE: tl.constexpr,
+    BLOCK_M: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+    KEY_DTYPE: tl.constexpr,
+    VALUE_DTYPE: tl.constexpr,
+):
+    TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
+    kv_head = tl.program_id(0)
+    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    request = request_of_tile(query_start_ptr, tile, num_requests, TILE_TOKENS)
+    query_start = tl.load(query_start_ptr + request)
+    query_len = tl.load(query_start_ptr + request + 1) - query_start
+    first_token = (tile - (query_start // TILE_TOKENS + request)) * TILE_TOKENS
+    if first_token >= query_len:
+        return
+    seq_len = tl.load(seq_lens_ptr + request)
+    kv_start = 0
+    if kv_start_ptr is not None:
+        kv_start = tl.load(kv_start_ptr + request)
+
+    rows = tl.arange(0, BLOCK_M)
+    tokens = first_token + rows // GROUP
+    heads = kv_head * GROUP + rows % GROUP
+    row_held = (rows < TILE_TOKENS * GROUP) & (tokens < query_len)
+    first_pos = seq_len - query_len + first_token
+    last_pos = seq_len - query_len + tl.minimum(first_token + TILE_TOKENS, query_len) - 1
+    row_pos = seq_len - query_len + tokens
+
+    d = tl.arange(0, BLOCK_D)
+    dv = tl.arange(0, BLOCK_DV)
+    row_token = (query_start + tokens).to(tl.int64)
+    q_at = query_ptr + (row_token * stride_q_token + heads * stride_q_head)[:, None] + d[None, :]
+    q = tl.load(q_at, mask=row_held[:, None] & (d[None, :] < D), other=0.0)
+    if key_factor_ptr is not None:
+        factor = tl.load(key_factor_ptr + kv_head * D + d, mask=d < D, other=0.0)
+        q = q.to(tl.float32) * factor[None, :]
+    q = q.to(KEY_DTYPE)
+
+    if sinks_ptr is not None:
+        row_max = tl.load(sinks_ptr + heads, mask=row_held, other=0.0).to(tl.float32) * LOG2_E
+        row_sum = tl.full([BLOCK_M], 1.0, tl.float32)
+    else:
+        row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
+        row_sum = tl.zeros([BLOCK_M], tl.float32)
+    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+
+    # Tiles before `full_tile` cut the window's or the request's first key, those from `diagonal_tile` on causality.
+    end = last_pos + 1
+    first_held = kv_start
+    first_full = kv_start
+    if WINDOW > 0:
+        first_held = tl.maximum(kv_start, first_pos - WINDOW + 1)
+        first_full = tl.maximum(kv_start, last_pos - WINDOW + 1)
+    first_tile = first_held // BLOCK_N
+    last_tile = tl.cdiv(end, BLOCK_N)
+    full_tile = tl.minimum(tl.cdiv(first_full, BLOCK_N), last_tile)
+    diagonal_tile = tl.maximum((first_pos + 1) // BLOCK_N, full_tile)
+
+    k_ptr += kv_head.to(tl.int64) * stride_k_head
+    v_ptr += kv_head.to(tl.int64) * stride_v_head
+    if FORMAT != FLOAT:
+        k_scale_ptr += kv_head.to(tl.int64) * stride_ks_head
+        v_scale_ptr += kv_head.to(tl.int64) * stride_vs_head
+    table_ptr += request.to(tl.int64) * stride_table
+    for phase in tl.static_range(3):
+        if phase == 0:
+            low = first_tile
+            high = full_tile
+        elif phase == 1:
+            low = full_tile
+            high = diagonal_tile
+        else:
+            low = diagonal_tile
+            high = last_tile
+        acc, row_max, row_sum = attend_tiles(
+            acc,
+            row_max,
+            row_sum,
+            q,
+            row_pos,
+            low,
+            high,
+            first_held,
+            end,
+            k_ptr,
+            v_ptr,
+            k_scale_ptr,
+            v_scale_ptr,
+            table_ptr,
+            scale,
+            softcap,
+            stride_k_block,
+            stride_k_slot,
+            stride_k_d,
+            stride_v_block,
+            stride_v_slot,
+            stride_v_d,
+            stride_ks_block,
+            stride_ks_slot,
+            stride_vs_block,
+            stride_vs_slot,
+            D,
+            DV,
+            WINDOW,
+            FORMAT,
+            PAGE,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_DV,
+            phase != 1,
+            VALUE_DTYPE,
+        )
+
+    total = tl.where(row_sum == 0.0, 1.0, row_sum)
+    out = acc * (out_factor / total)[:, None]
+    out_at = out_ptr + (row_token * stride_out_token + heads * stride_out_head)[:, None] + dv[None, :]
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=row_held[:, None] & (dv[None, :] < DV))
+    if lse_ptr is not None:
+        lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(total)) * LN_2)
+        tl.store(lse_ptr + row_token * stride_lse_token + heads * stride_lse_head, lse, mask=row_held)
+
+
+def unified_attention(
+    query: torch.Tensor,
+    k_pool: torch.Tensor,
+    v_pool: torch.Tensor,
+    *,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    max_query_len: int,
+    max_seq_len: int,
+    scale: float,
+    window: int | None = None,
+    softcap: float | None = None,
+    sinks: torch.Tensor | None = None,
+    k_scale: torch.Tensor | None = None,
+    v_scale: torch.Tensor | None = None,
+    key_factor: torch.Tensor | None = None,
+    kv_start: torch.Tensor | None = None,
+    out: torch.Tensor | None = None,
+    lse: torch.Tensor | None = None,
+    plan: UnifiedPlan | None = None,
+) -> torch.Tensor:
+    """Attention of N query tokens of R requests, straight from the pages; `reference_attention` is its specification.
+
+    Args:
+        query: [N, Hq, D], float32, bfloat16 or float16, last dimension contiguous.
+        k_pool: [num_blocks, block_size, Hkv, D], any strides; a float dtype, int8 or float8_e4m3fn. block_size is a
+            power of two of at least 16, or anything when the table has one column.
+        v_pool: [num_blocks, block_size, Hkv, Dv], any strides, dtype of k_pool.
+        query_start_loc: int32 [R + 1], first query token of each request; may end before N.
+        seq_lens: int32 [R], cached tokens with the new ones. Query t of request r is at seq_lens[r] - query_len + t.
+        block_table: int32 [R, max_blocks], the block of each block_size keys.
+        max_query_len, max_seq_len: bounds known to the host, in tokens.
+        scale: multiplies q . k.
+        window: keys a query sees, itself included; None for all.
+        softcap: c in s -> c tanh(s / c), applied to scaled scores (Gemma 2).
+        sinks: [Hq], a logit a head with no value (gpt-oss); not scaled.
+        k_scale, v_scale: float32 [num_blocks, block_size, Hkv], what 8-bit keys and values are multiplied by.
+        key_factor: float32 [Hkv, D], contiguous; the keys in the pool were divided by it, so the query is multiplied.
+        kv_start: int32 [R], keys before it are not attended.
+        out: [N, Hq, Dv] to write to, query's dtype, last dimension contiguous.
+        lse: float32 [N, Hq] to write the natural log-sum-exp of each row's logits (sink included) to.
+        plan: a `UnifiedPlan` to use instead of the one chosen for the shape.
+
+    Returns:
+        out. A query with no key gives zeros, and lse -inf or its sink.
+
+    Raises:
+        ValueError: a shape, dtype or stride other than the above, named with its value.
+    """
+    shape = check_attention(
+        query, k_pool, v_pool, query_start_loc, seq_lens, block_table, window, softcap, sinks, k_scale, v_scale,
+        key_factor, kv_start, out, lse,
+    )  # fmt: skip
+    if out is None:
+        out = query.new_empty(shape.tokens, shape.query_heads, shape.value_dim)
+    if shape.tokens == 0 or shape.requests == 0:
+        return out
+    if plan is None:
+        plan = plan_unified(shape, max_query_len=max_query_len, max_seq_len=max_seq_len, window=window)
+    k_bytes, v_bytes = pool_bytes(k_pool), pool_bytes(v_pool)
+    factor = pool_factor(k_pool.dtype)
+    key_dtype, value_dtype = dot_dtypes(query.dtype, k_pool.dtype)
+    grid = (shape.kv_heads, shape.tokens // (plan.block_m // shape.group) + shape.requests)
+    _unified_kernel[grid](
+        query,
+        k_bytes,
+        v_bytes,
+        k_scale,
+        v_scale,
+        key_factor,
+        sinks,
+        out,
+        lse,
+        query_start_loc,
+        seq_lens,
+        block_table,
+        kv_start,
+        shape.requests,
+        scale * factor * (1.0 if softcap else LOG2_E.value),
+        softcap,
+        factor,
+        query.stride(0),
+        query.stride(1),
+        *k_bytes.stride(),
+        *v_bytes.stride(),
+        *strides_or_zeros(k_scale, 3),
+        *strides_or_zeros(v_scale, 3),
+        out.stride(0),
+        out.stride(1),
+        *strides_or_zeros(lse, 2),
+        block_table.stride(0),
+        GROUP=shape.group,
+        D=shape.head_dim,
+        DV=shape.value_dim,
+        WINDOW=window or 0,
+        FORMAT=pool_format(k_pool.dtype).value,
+        PAGE=shape.page,
+        BLOCK_M=plan.block_m,
+        BLOCK_N=plan.block_n,
+        BLOCK_D=triton.next_power_of_2(shape.head_dim),
+        BLOCK_DV=triton.next_power_of_2(shape.value_dim),
+        KEY_DTYPE=key_dtype,
+        VALUE_DTYPE=value_dtype,
+        num_warps=plan.num_warps,
+        num_stages=plan.num_stages,
+    )
+    return out

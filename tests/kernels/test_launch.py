@@ -1,0 +1,47 @@
+import pytest
+import torch
+
+from hf_paged_attention.kernels.checks import AttentionShape
+from hf_paged_attention.kernels.launch import Gpu, plan_decode, plan_unified, plan_write, tile_bytes
+
+HOPPER = Gpu("hopper", 132, 232448)
+ADA = Gpu("ada", 128, 101376)
+UNKNOWN = Gpu("other", 20, 65536)
+
+
+def shape_of(
+    query_heads, kv_heads, head_dim, dtype=torch.bfloat16, pool_dtype=None, requests=1, page=64, value_dim=None
+):
+    sizes = requests, requests, query_heads, kv_heads, head_dim, value_dim or head_dim, page
+    return AttentionShape(*sizes, dtype, pool_dtype or dtype, torch.device("cpu"))
+
+
+@pytest.mark.parametrize("gpu", [HOPPER, ADA, UNKNOWN])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pool_dtype", [None, torch.int8])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 192, 256, 512])
+def test_every_plan_fits_its_gpu(gpu, dtype, pool_dtype, head_dim):
+    shape = shape_of(8, 2, head_dim, dtype, pool_dtype)
+    plan = plan_unified(shape, max_query_len=512, max_seq_len=512, gpu=gpu)
+    smallest = (plan.block_m, plan.block_n, plan.num_stages) == (16, 16, 1)
+    assert smallest or tile_bytes(plan.block_m, plan.block_n, plan.num_stages, shape) <= gpu.shared_memory
+    plan = plan_decode(shape, max_seq_len=512, gpu=gpu)
+    smallest = (plan.block_n, plan.num_stages) == (16, 1)
+    assert smallest or tile_bytes(16, plan.block_n, plan.num_stages, shape) <= gpu.shared_memory
+
+
+@pytest.mark.parametrize(("heads", "kv_heads"), [(71, 1), (9, 1), (32, 8), (7, 1), (200, 1)])
+def test_a_tile_holds_at_least_one_token_of_the_group(heads, kv_heads):
+    plan = plan_unified(shape_of(heads, kv_heads, 64), max_query_len=512, max_seq_len=512, gpu=HOPPER)
+    assert plan.block_m // (heads // kv_heads) >= 1
+
+
+def test_decode_splits_fill_the_gpu_at_batch_one():
+    plan = plan_decode(shape_of(32, 8, 128), max_seq_len=32768, gpu=HOPPER)
+    assert plan.programs * 8 >= HOPPER.sms
+
+
+def test_a_decode_step_writes_few_rows_a_program():
+    few = plan_write(rows=64 * 8, head_dim=128, itemsize=2, device=torch.device("cpu"), gpu=HOPPER)
+    many = plan_write(rows=8192 * 8, head_dim=128, itemsize=2, device=torch.device("cpu"), gpu=HOPPER)
+    assert few.block_rows < many.block_rows
