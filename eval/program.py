@@ -1,0 +1,87 @@
+"""What makes a file here a program: its arguments, and the one line that bad input is answered with."""
+
+import argparse
+import functools
+import os
+import sys
+
+
+class BadInput(ValueError):
+    """What was asked cannot be done. The message is one line: the argument, its value, and the way out."""
+
+
+class Parser(argparse.ArgumentParser):
+    """An ArgumentParser whose own complaints are one line as well (argparse prints the whole usage first)."""
+
+    def __init__(self, **kwargs):
+        super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, **kwargs)
+
+    def error(self, message: str):
+        raise BadInput(f"{message} (see --help)")
+
+
+def answers_bad_input(main):
+    """Decorate `main(argv) -> exit status`: a `BadInput` becomes one line on standard error and exit status 2."""
+
+    @functools.wraps(main)
+    def wrapped(argv: list[str] | None = None) -> int:
+        try:
+            return main(argv)
+        except BadInput as error:
+            if os.environ.get("RANK", "0") == "0":  # under `accelerate launch` every process meets the same complaint
+                print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+            return 2
+        except KeyboardInterrupt:
+            print("stopped", file=sys.stderr)
+            return 130
+
+    return wrapped
+
+
+def paragraph(docstring: str, index: int) -> str:
+    """One paragraph of a docstring, as --help shows it."""
+    return " ".join(docstring.split("\n\n")[index].split())
+
+
+def count(minimum: int):
+    """An argparse type: an integer of at least `minimum`."""
+
+    def parse(text: str) -> int:
+        try:
+            value = int(text)
+        except ValueError:
+            value = minimum - 1
+        if value < minimum:
+            raise argparse.ArgumentTypeError(f"{text!r} is not a whole number of at least {minimum}")
+        return value
+
+    return parse
+
+
+def add_model_arguments(parser: argparse.ArgumentParser) -> None:
+    """--model, --device, --dtype."""
+    parser.add_argument(
+        "--model",
+        default="demo",
+        help="a model id on the hub, a folder, a .gguf file, or one of the models that PyPI packages carry: "
+        "demo (Gemma 3 270M), smollm2 (SmolLM2 135M)",
+    )
+    parser.add_argument("--device", default="auto", help="auto (CUDA if there is one), cpu, cuda, cuda:1, ...")
+    parser.add_argument(
+        "--dtype",
+        default="auto",
+        choices=["auto", "float32", "bfloat16", "float16"],
+        help="of weights and activations; auto is float32 on the CPU and bfloat16 on a GPU",
+    )
+
+
+def add_format_arguments(parser: argparse.ArgumentParser, default: list[str]) -> None:
+    """--kv-dtype (several), --block-size."""
+    parser.add_argument(
+        "--kv-dtype",
+        nargs="+",
+        default=default,
+        metavar="FORMAT",
+        help="cache formats to compare: auto, bf16, fp16, int8, fp8; another for values than for keys as int8:fp8",
+    )
+    parser.add_argument("--block-size", type=count(1), default=None, help="tokens a block (the device's best)")
