@@ -1,0 +1,1 @@
+"""Programs beside the package: `python scripts/NAME.py --help`."""
