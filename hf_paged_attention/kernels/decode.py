@@ -240,23 +240,32 @@ def _decode_kernel(
             # The last split to finish merges them all, and leaves the counter as it found it.
             tl.store(counter_at, 0)
             group = tl.arange(0, BLOCK_G)
-            heads = kv_head * GROUP + group
-            row_held = group < GROUP
+            group_heads = kv_head * GROUP + group
+            group_held = group < GROUP
             merged, merged_lse = merge_partials(
                 partial_out_ptr,
                 partial_lse_ptr,
                 first_program,
                 num_splits,
                 query_heads,
-                heads,
-                row_held,
+                group_heads,
+                group_held,
                 DV,
                 BLOCK_G,
                 BLOCK_S,
                 BLOCK_DV,
             )
             store_rows(
-                out_ptr, lse_ptr, merged, merged_lse, heads, row_held, stride_out_head, stride_lse_head, DV, BLOCK_DV
+                out_ptr,
+                lse_ptr,
+                merged,
+                merged_lse,
+                group_heads,
+                group_held,
+                stride_out_head,
+                stride_lse_head,
+                DV,
+                BLOCK_DV,
             )
 
 
