@@ -3,10 +3,12 @@
 import functools
 import importlib.util
 import os
+import sys
 from pathlib import Path
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
+from tqdm.auto import tqdm
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 from transformers.utils import logging
 
 from eval.program import BadInput
@@ -82,7 +84,9 @@ def load(name: str, device: torch.device, dtype: torch.dtype):
         BadInput: there is no such model, it cannot be reached, or it is no decoder-only language model.
     """
     where, options = locate(name)
-    logging.disable_progress_bar()  # of milliseconds; the GGUF reader has its own, of seconds
+    logging.disable_progress_bar()
+    if not sys.stderr.isatty():  # the GGUF reader's own bar is of use on a terminal and fills a log
+        modeling_gguf_pytorch_utils.tqdm = functools.partial(tqdm, disable=True)
     try:
         if not options:  # a GGUF file's config costs as much as its weights; only decoders are read from GGUF anyway
             config = AutoConfig.from_pretrained(where)

@@ -35,13 +35,13 @@ WINDOW = 1024  # tokens, where --window is not given
 
 COLUMNS = [
     Column("kv_dtype", "cache"),
-    Column("perplexity", "perplexity", ".4f", "perplexity_error"),
+    Column("perplexity", "perplexity", ".3f", "perplexity_error"),
     Column("nll_more", "nats more than exact", ".2e", "nll_more_error", terminal=False),
     Column("kl_mean", "KL mean", ".2e", "kl_mean_error"),
     Column("kl_p99", "99th %", ".2e"),
     Column("kl_max", "worst", ".2e"),
-    Column("agreement", "top-1", ".2%"),
-    Column("bytes_per_token", "bytes/token", ",d"),
+    Column("agreement", "top-1", ".1%"),
+    Column("bytes_per_token", "B/token", ",d"),
     Column("seconds", "s", ".1f"),
 ]
 

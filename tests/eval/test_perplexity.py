@@ -73,7 +73,7 @@ def test_nan_logits_are_named_with_their_position(tiny):
             def poisoned(keys, values, *args, **kwargs):
                 keys, values = update(keys, values, *args, **kwargs)
                 values = values.clone()
-                values[:, :, 20] = torch.nan
+                values[:, :, 20:21] = torch.nan
                 return keys, values
 
             cache.update = poisoned
