@@ -66,6 +66,9 @@ def main(argv: list[str] | None = None) -> int:
         if error.name in ("rich", "datasets", "matplotlib"):
             print(f"error: {command}: needs {error.name}: pip install 'hf-paged-attention[eval]'", file=sys.stderr)
             return 2
+        if error.name == module:
+            print(f"error: {command}: {module} is not part of this installation", file=sys.stderr)
+            return 2
         raise
     return program.main(rest)
 

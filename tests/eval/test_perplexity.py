@@ -135,6 +135,7 @@ def test_max_kl_is_an_exit_status(tiny_folder, tmp_path, text):
 
 
 def test_a_dataset_is_its_rows_joined(tiny_folder, tmp_path):
+    pytest.importorskip("datasets")
     rows = tmp_path / "rows.jsonl"
     rows.write_text("".join(json.dumps({"story": f"row {i} says something. "}) + "\n" for i in range(20)))
     asked = ["--dataset", str(rows), "--column", "story", "--kv-dtype", "int8", "--max-tokens", "200"]
@@ -187,6 +188,7 @@ def test_a_text_shorter_than_the_window_asked_for(tiny_folder, text, capsys):
 
 
 def test_a_column_that_is_not_there(tiny_folder, tmp_path, capsys):
+    pytest.importorskip("datasets")
     rows = tmp_path / "rows.csv"
     rows.write_text("title,body\na,b\n")
     assert perplexity.main(["--model", tiny_folder, "--dataset", str(rows)]) == 2
