@@ -110,6 +110,7 @@ class PagedCache(Cache):
 
         Raises `ValueError` for a positive number and `RuntimeError` where a sliding layer no longer has the keys.
         """
+        tokens_to_remove = int(tokens_to_remove)  # a tensor on transformers 5.17
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number.")
         self.sequences.crop(-tokens_to_remove)
