@@ -1,8 +1,9 @@
 """The attention function that Transformers calls for `attn_implementation="paged_triton"`.
 
-The one place that speaks Transformers' call: it finds the cache layer that the keys belong to, turns mask and lengths into a
-`BatchMetadata` (once a forward pass), has the keys written, and asks the selected backend for the output. Keys of any other
-cache are contiguous, and a contiguous tensor is a paged one with the identity block table: the same kernels run on it.
+The one place that speaks Transformers' call: it finds the cache layer that the keys belong to, turns mask and lengths
+into a `BatchMetadata` (once a forward pass), has the keys written, and asks the selected backend for the output. Keys
+of any other cache are contiguous, and a contiguous tensor is a paged one with the identity block table: the same
+kernels run on it.
 """
 
 from __future__ import annotations
@@ -11,12 +12,11 @@ from typing import Any
 
 import torch
 
-from .backends import AttentionSpec, select
-from .cache.batch import BatchMetadata
+from .backends import select
 from .cache.layer import PagedLayer
-from .cache.storage import PagedKV
 from .cache.table import to_device
 from .masks import Bounds, MaskInfo, contiguous_bounds
+from .types import AttentionSpec, BatchMetadata, PagedKV
 
 NAME = "paged_triton"
 
@@ -36,8 +36,8 @@ def paged_attention(
 ) -> tuple[torch.Tensor, None]:
     """Attention of query `[B, Hq, T, D]` over cached and new keys: (`[B, T, Hq, Dv]`, None).
 
-    key `[B, Hkv, T, D]` and value `[B, Hkv, T, Dv]` are the new tokens' where a `PagedCache` handed them on, and those of
-    the whole context otherwise. attention_mask: what `masks.paged_mask` made, or a 2D padding mask.
+    key `[B, Hkv, T, D]` and value `[B, Hkv, T, Dv]` are the new tokens' where a `PagedCache` handed them on, and
+    those of the whole context otherwise. attention_mask: what `masks.paged_mask` made, or a 2D padding mask.
 
     Raises `ValueError` or `NotImplementedError`, before anything is computed, for what cannot be done: see `_refuse`.
     """
@@ -93,7 +93,7 @@ def _refuse(module, query, attention_mask, dropout: float, kwargs: dict[str, Any
 
 
 def _attend_paged(layer: PagedLayer, query, key, value, attention_mask, spec: AttentionSpec) -> torch.Tensor:
-    batch_size, query_heads, width, dim = query.shape
+    batch_size, query_heads, width, _ = query.shape
     cache_options = layer.sequences.options
     kv = layer.kv()
     backend = select(query, kv, spec, cache_options.backend, cache_options.on_unsupported)

@@ -45,11 +45,13 @@ def caches_latents(config: Any) -> bool:
 
 
 def describe_mask_function(mask_function: Any) -> tuple[str, int | None]:
-    """("causal", None), ("sliding", window) or (what it is, None), from the closures that Transformers builds masks of."""
+    """("causal", None), ("sliding", window) or (what it is, None), from the closures that a mask is built of."""
     parts = _parts(mask_function)
     names = [part.__qualname__ for part in parts]
     windows = [
-        _closure(part)["sliding_window"] for part in parts if part.__qualname__ == "sliding_window_overlay.<locals>.inner_mask"
+        _closure(part)["sliding_window"]
+        for part in parts
+        if part.__qualname__ == "sliding_window_overlay.<locals>.inner_mask"
     ]
     others = [
         name for name in names if name not in ("causal_mask_function", "sliding_window_overlay.<locals>.inner_mask")

@@ -8,11 +8,11 @@ import logging
 logger = logging.getLogger("hf_paged_attention")
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def warn_once(message: str) -> None:
     logger.warning(message)
 
 
-@functools.lru_cache(maxsize=None)
+@functools.cache
 def info_once(message: str) -> None:
     logger.info(message)

@@ -1,8 +1,8 @@
 """The mask function that Transformers asks for `attn_implementation="paged_triton"`.
 
-Transformers describes the mask it wants by a function of indices. Ours is never n × n: causality and windows are lengths to the
-kernels, so all that is left is which columns are padding. What cannot be said that way is refused here, by name, before any
-token is computed: an implementation that ignored it would be wrong without a sign.
+Transformers describes the mask it wants by a function of indices. Ours is never n × n: causality and windows are
+lengths to the kernels, so all that is left is which columns are padding. What cannot be said that way is refused
+here, by name, before any token is computed: an implementation that ignored it would be wrong without a sign.
 """
 
 from __future__ import annotations
@@ -55,8 +55,8 @@ def paged_mask(
     else:
         if attention_mask.shape[1] < kv_offset + min(kv_length, kv_end):
             raise ValueError(
-                f"attention_mask has {attention_mask.shape[1]} columns, but {q_offset} tokens are cached and {q_length} "
-                f"are new: it must have {q_offset + q_length}, the cached tokens included."
+                f"attention_mask has {attention_mask.shape[1]} columns, but {q_offset} tokens are cached and "
+                f"{q_length} are new: it must have {q_offset + q_length}, the cached tokens included."
             )
         # A copy, so that what is remembered about it is not remembered about the caller's tensor.
         mask = attention_mask[:, kv_offset : kv_offset + kv_length].bool().clone()
@@ -75,8 +75,9 @@ class Bounds:
 def contiguous_bounds(mask: torch.Tensor | None, key_length: int, query_length: int) -> Bounds:
     """The bounds of keys `[B, Hkv, key_length, D]` under a 2D mask; worked out once a mask (it makes the host wait).
 
-    Left padding is where a row starts. Right padding is allowed among the new tokens, whose causal mask hides it from the
-    others; padding with real tokens on both sides is refused with `ValueError`: the keys lie in another cache's memory.
+    Left padding is where a row starts. Right padding is allowed among the new tokens, whose causal mask hides it from
+    the others; padding with real tokens on both sides is refused with `ValueError`: the keys lie in another cache's
+    memory.
     """
     if mask is None:
         return Bounds(None, key_length)

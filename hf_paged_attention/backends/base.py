@@ -2,27 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
 from typing import Protocol
 
 import torch
 
-from ..cache.batch import BatchMetadata
-from ..cache.storage import PagedKV
-
-
-@dataclass(frozen=True)
-class AttentionSpec:
-    """What a layer's attention computes, the same for every backend.
-
-    scale multiplies q·k; `window` is the number of keys a query sees, itself included (None: all); softcap c turns a scaled
-    score s into c·tanh(s / c); sinks `[Hq]` are extra logits of the softmax that have no value.
-    """
-
-    scale: float
-    window: int | None = None
-    softcap: float | None = None
-    sinks: torch.Tensor | None = None
+from ..types import AttentionSpec, BatchMetadata, PagedKV
 
 
 class Backend(Protocol):

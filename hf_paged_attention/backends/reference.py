@@ -1,8 +1,8 @@
 """PyTorch on the same pages: what answers without a GPU, and what every other backend is compared with.
 
-The semantics are those of `kernels.reference_attention`, written for speed: one `scaled_dot_product_attention` a request over
-its own keys, the query heads of a group stacked as rows so that no key is repeated, and no copy at all where a request's
-blocks follow one another in memory.
+The semantics are those of `kernels.reference_attention`, written for speed: one `scaled_dot_product_attention` a
+request over its own keys, the query heads of a group stacked as rows so that no key is repeated, and no copy at all
+where a request's blocks follow one another in memory.
 """
 
 from __future__ import annotations
@@ -10,9 +10,7 @@ from __future__ import annotations
 import torch
 import torch.nn.functional as F
 
-from ..cache.batch import BatchMetadata
-from ..cache.storage import PagedKV
-from .base import AttentionSpec
+from ..types import AttentionSpec, BatchMetadata, PagedKV
 
 # Query tokens a call to scaled_dot_product_attention: bounds the mask, which is group · tokens · keys.
 CHUNK = 512

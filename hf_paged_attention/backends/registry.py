@@ -6,14 +6,13 @@ import os
 
 import torch
 
-from ..cache.storage import PagedKV
 from ..log import info_once, warn_once
-from .base import AttentionSpec, Backend
+from ..types import AttentionSpec, PagedKV
+from .base import Backend
 from .reference import ReferenceBackend
 from .triton import TritonBackend
 
 ENVIRONMENT = "HF_PAGED_ATTENTION_BACKEND"
-ON_UNSUPPORTED = ("error", "warn")
 
 # In the order of preference.
 _BACKENDS: dict[str, Backend] = {}
@@ -43,8 +42,8 @@ def select(
 ) -> Backend:
     """The backend for one layer's call; what was chosen, and why not a faster one, is logged once.
 
-    name "auto" takes the environment variable HF_PAGED_ATTENTION_BACKEND, else the first that runs here. A named backend
-    that cannot run the layer is an error; so is a fallback under on_unsupported="error".
+    name "auto" takes the environment variable HF_PAGED_ATTENTION_BACKEND, else the first that runs here. A named
+    backend that cannot run the layer is an error; so is a fallback under on_unsupported="error".
     """
     if name == "auto":
         name = os.environ.get(ENVIRONMENT, "auto")
@@ -54,18 +53,22 @@ def select(
         if reason:
             raise NotImplementedError(f"backend={name!r} cannot run this layer: {reason}. Use backend='auto'.")
         return backend
+    passed_over = []
     for backend in _BACKENDS.values():
         absent = backend.why_not(query.device)
         reason = absent or backend.why_not_this(query, kv, spec)
         if reason is None:
-            info_once(f"attention on {query.device.type} runs on backend {backend.name!r}")
+            # A choice that is not the first is worth a warning: it is slower.
+            say = warn_once if passed_over else info_once
+            say(f"attention on {query.device.type} runs on backend {backend.name!r}{'; '.join(['', *passed_over])}")
             return backend
         if not absent and on_unsupported == "error":
             raise NotImplementedError(
-                f"backend {backend.name!r} cannot run this layer: {reason}. on_unsupported='warn' would let a slower one."
+                f"backend {backend.name!r} cannot run this layer: {reason}. Build the cache with on_unsupported='warn' "
+                "to let a slower backend run it."
             )
-        warn_once(f"backend {backend.name!r} is not used: {reason}; taking a slower one")
-    raise NotImplementedError(f"no backend runs on {query.device}")
+        passed_over.append(f"{backend.name!r} does not: {reason}")
+    raise NotImplementedError(f"no backend runs on {query.device}: {'; '.join(passed_over)}")
 
 
 def availability(device: torch.device) -> dict[str, str]:

@@ -6,9 +6,7 @@ import os
 
 import torch
 
-from ..cache.batch import BatchMetadata
-from ..cache.storage import PagedKV
-from .base import AttentionSpec
+from ..types import AttentionSpec, BatchMetadata, PagedKV
 
 LARGEST_HEAD = 512
 
@@ -30,7 +28,7 @@ class TritonBackend:
             return None
         if device.type == "cpu" and interpreted():
             return None
-        return f"no GPU: Triton does not compile for {device.type} (TRITON_INTERPRET=1 runs the kernels on the CPU, slowly)"
+        return f"no GPU: Triton does not compile for {device.type}; TRITON_INTERPRET=1 would run the kernels, slowly"
 
     def why_not_this(self, query: torch.Tensor, kv: PagedKV, spec: AttentionSpec) -> str | None:
         if max(kv.k_pool.shape[-1], kv.v_pool.shape[-1]) > LARGEST_HEAD:

@@ -2,33 +2,10 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
-
 import torch
 
+from ..types import BatchMetadata
 from .table import BlockCopy, BlockTable, to_device
-
-
-@dataclass(frozen=True)
-class BatchMetadata:
-    """What every backend is told of a flattened batch of N query tokens from R requests.
-
-    Queries are the newest positions of their request: token t of request r is at `seq_lens[r] - q_len[r] + t`.
-    """
-
-    query_start_loc: torch.Tensor  # int32 [R + 1]
-    seq_lens: torch.Tensor  # int32 [R], the new tokens included
-    block_table: torch.Tensor  # int32 [R, max_blocks]
-    slot_mapping: torch.Tensor | None  # int64 [N]; None where the keys lie in memory of another cache
-    max_query_len: int
-    max_seq_len: int
-    block_size: int
-    kv_start: torch.Tensor | None = None  # int32 [R]: keys before it are padding (other caches only)
-    # The same on the host, for backends that run there: query and sequence lengths, and each request's blocks.
-    query_lens: list[int] = field(default_factory=list)
-    host_seq_lens: list[int] = field(default_factory=list)
-    host_blocks: list[list[int]] | None = None
-    host_kv_start: list[int] | None = None
 
 
 class ForwardPass:

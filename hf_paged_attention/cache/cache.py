@@ -52,7 +52,7 @@ class PagedCache(Cache):
         on_unsupported: str = "warn",
     ):
         format = get_format(kv_dtype)
-        _check_arguments(config, block_size, max_blocks, backend, on_unsupported)
+        _check_arguments(config, block_size, max_blocks)
         self.text_config = config.get_text_config(decoder=True)
         self.kv_dtype = kv_dtype
         self.dtype = dtype
@@ -211,13 +211,11 @@ def _plan(config: Any) -> list[tuple[str, Any]]:
     return plan
 
 
-def _check_arguments(config: Any, block_size: Any, max_blocks: Any, backend: str, on_unsupported: str) -> None:
-    from ..backends.registry import ON_UNSUPPORTED, get_backend
-
+def _check_arguments(config: Any, block_size: Any, max_blocks: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
-            f"config is of an encoder-decoder model ({config.model_type}); PagedCache holds a decoder-only model's keys. "
-            "Leave past_key_values to generate() for this model."
+            f"config is of an encoder-decoder model ({config.model_type}); PagedCache holds a decoder-only model's "
+            "keys. Leave past_key_values to generate() for this model."
         )
     if block_size is not None and (
         not isinstance(block_size, int) or not 16 <= block_size <= 256 or block_size & (block_size - 1)
@@ -225,7 +223,3 @@ def _check_arguments(config: Any, block_size: Any, max_blocks: Any, backend: str
         raise ValueError(f"block_size={block_size!r} must be a power of two from 16 to 256, or None for the default.")
     if max_blocks is not None and (not isinstance(max_blocks, int) or max_blocks < 1):
         raise ValueError(f"max_blocks={max_blocks!r} must be a positive number of blocks, or None for no bound.")
-    if backend != "auto":
-        get_backend(backend)
-    if on_unsupported not in ON_UNSUPPORTED:
-        raise ValueError(f"on_unsupported={on_unsupported!r} must be one of {', '.join(map(repr, ON_UNSUPPORTED))}.")

@@ -1,11 +1,12 @@
 """The storage formats: what a key or value is stored as, and what that costs.
 
-`int8` and `fp8` keep one float32 scale a token and KV head, for keys and for values. A key's scale then multiplies its column
-of scores, a value's its column of probabilities: readers never rescale a tile.
+`int8` and `fp8` keep one float32 scale a token and KV head, for keys and for values. A key's scale then multiplies
+its column of scores, a value's its column of probabilities: readers never rescale a tile.
 
-`int8` keys are *balanced* first: divided by one factor a (KV head, channel), and queries multiplied by it, so that q·k is
-unchanged. A few channels of trained models' keys are ten or a hundred times the others, and would take all the resolution of
-a scale that the whole head shares (SmoothQuant, arXiv:2211.10438, eq. 4 with alpha = 1, applied to q·k).
+`int8` keys are *balanced* first: divided by one factor a (KV head, channel), and queries multiplied by it, so that
+q·k is unchanged. A few channels of trained models' keys are ten or a hundred times the others, and would take all the
+resolution of a scale that the whole head shares (SmoothQuant, arXiv:2211.10438, eq. 4 with alpha = 1, applied to
+q·k).
 """
 
 from __future__ import annotations
@@ -13,7 +14,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 import torch
-
 
 
 @dataclass(frozen=True)
@@ -50,8 +50,8 @@ def get_format(kv_dtype: str) -> Format:
     return FORMATS[kv_dtype]
 
 
-# Below this share of the head's mean magnitude a channel's factor is not lowered further: a channel that was all but silent
-# in the first tokens may speak later, and its values are then divided by the factor.
+# Below this share of the head's mean magnitude a channel's factor is not lowered further: a channel that was all but
+# silent in the first tokens may speak later, and its values are then divided by the factor.
 QUIETEST = 1 / 32
 
 

@@ -5,10 +5,11 @@ from __future__ import annotations
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from .batch import BatchMetadata, ForwardPass
+from ..types import BatchMetadata, PagedKV
+from .batch import ForwardPass
 from .formats import Format, encode
 from .sequences import Sequences
-from .storage import PagedKV, Storage
+from .storage import Storage
 from .table import BlockTable
 
 
@@ -57,7 +58,8 @@ class PagedLayer(CacheLayerMixin):
         """Mark the new keys as this layer's and return them: the attention function stores and attends.
 
         key_states `[B, Hkv, T, D]`, value_states `[B, Hkv, T, Dv]`. Raises `RuntimeError` if the keys of the previous
-        layer never reached the attention function: the model would attend to new keys alone. Raises `ValueError` if the shape is another model's.
+        layer never reached the attention function: the model would attend to new keys alone. Raises `ValueError` if
+        the shape is another model's.
         """
         self.sequences.expect_attention(self.index)
         if self.storage is None:

@@ -9,3 +9,7 @@ from dataclasses import dataclass
 class Options:
     backend: str = "auto"
     on_unsupported: str = "warn"
+
+    def __post_init__(self) -> None:
+        if self.on_unsupported not in ("error", "warn"):
+            raise ValueError(f"on_unsupported={self.on_unsupported!r} must be 'error' or 'warn'.")

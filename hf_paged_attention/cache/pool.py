@@ -1,7 +1,7 @@
 """The block pool: which blocks are free, and how many sequences hold each of the others.
 
-Knows numbers only; the tensors that the numbers index belong to the layers. Every layer of a block table's group uses the
-same numbers, so one allocation serves them all.
+Knows numbers only; the tensors that the numbers index belong to the layers. Every layer of a block table's group uses
+the same numbers, so one allocation serves them all.
 """
 
 from __future__ import annotations

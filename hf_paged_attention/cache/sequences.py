@@ -1,8 +1,8 @@
 """The sequences of a batch: their lengths, the blocks that hold them, and how far each layer has come.
 
-One object for all layers of a cache, because all of them see the same tokens. A forward pass begins when the first layer
-brings tokens and is complete when every layer has written them; until then `columns` still counts as before the pass, so
-that an exception half-way loses nothing: the next pass drops what the broken one left.
+One object for all layers of a cache, because all of them see the same tokens. A forward pass begins when the first
+layer brings tokens and is complete when every layer has written them; until then `columns` still counts as before the
+pass, so that an exception half-way loses nothing: the next pass drops what the broken one left.
 """
 
 from __future__ import annotations
@@ -57,9 +57,9 @@ class Sequences:
         if awaited is not None and (layer > awaited or (layer == awaited and self.num_layers == 1)):
             self.awaited = None
             raise RuntimeError(
-                f"The keys of cache layer {awaited} never reached the attention function of PagedCache. Either the model "
-                'does not run it (call model.set_attn_implementation("paged_triton")), or this family changes keys '
-                "after caching them, which a paged cache cannot follow: use it without PagedCache."
+                f"The keys of cache layer {awaited} never reached the attention function of PagedCache. Either the "
+                'model does not run it (call model.set_attn_implementation("paged_triton")), or this family changes '
+                "keys after caching them, which a paged cache cannot follow: use it without PagedCache."
             )
 
     # A forward pass -------------------------------------------------------------------------------------------------

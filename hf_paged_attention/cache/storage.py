@@ -1,32 +1,21 @@
 """The tensors of one layer: pools of keys and values, their scales, and the keys' balance factor.
 
-In memory a pool is head-outermost, `[Hkv, num_blocks, block_size, D]`: a head's block is one contiguous piece, and blocks
-that follow one another can be read as one. Readers of the code see `[num_blocks, block_size, Hkv, D]`, through strides.
+In memory a pool is head-outermost, `[Hkv, num_blocks, block_size, D]`: a head's block is one contiguous piece, and
+blocks that follow one another can be read as one. Readers of the code see `[num_blocks, block_size, Hkv, D]`, through
+strides.
 """
 
 from __future__ import annotations
 
-from dataclasses import dataclass
-
 import torch
 
+from ..types import PagedKV
 from .formats import Format, balance_factor
 
 # Pools grow by this share at least, so that a long generation copies each token a bounded number of times.
 GROWTH = 1 / 8
 # Factors are fitted anew, and what is stored encoded anew, until this many tokens were seen.
 TOKENS_TO_FIT = 64
-
-
-@dataclass(frozen=True)
-class PagedKV:
-    """What a backend reads and writes: logical `[num_blocks, block_size, Hkv, D]`, any strides."""
-
-    k_pool: torch.Tensor
-    v_pool: torch.Tensor
-    k_scale: torch.Tensor | None = None  # float32 [num_blocks, block_size, Hkv]
-    v_scale: torch.Tensor | None = None
-    key_factor: torch.Tensor | None = None  # float32 [Hkv, D]: keys are stored divided by it, queries multiplied
 
 
 class Storage:
@@ -110,7 +99,8 @@ class Storage:
             self._k_scale, self._v_scale = self._new_scale(), self._new_scale()
         self.forget_fit()
 
-    # Balance -----------------------------------------------------------------------------------------------------------
+    # Balance
+    # -----------------------------------------------------------------------------------------------------------
 
     def forget_fit(self) -> None:
         self.channel_amax = self.key_factor = None

@@ -1,7 +1,7 @@
 """Block tables: for each sequence, the block that holds each `block_size` of its tokens.
 
-Layers with the same window share one table (and one pool of block numbers), because they see the same tokens and give the
-same blocks back. `FREED` marks a block that a sliding layer gave back: no query will read it again.
+Layers with the same window share one table (and one pool of block numbers), because they see the same tokens and give
+the same blocks back. `FREED` marks a block that a sliding layer gave back: no query will read it again.
 """
 
 from __future__ import annotations
