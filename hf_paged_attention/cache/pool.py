@@ -6,16 +6,22 @@ the same numbers, so one allocation serves them all.
 
 from __future__ import annotations
 
+import heapq
+
 from ..errors import CacheFullError
 
 
 class BlockPool:
-    """Reference-counted block numbers 0 .. capacity - 1; `capacity` grows on demand up to `max_blocks`."""
+    """Reference-counted block numbers 0 .. capacity - 1; `capacity` grows on demand up to `max_blocks`.
+
+    The lowest free number is given out first: a lone sequence's blocks follow one another, and where a sliding window
+    gives blocks back, those in use drift to low numbers and `trim` can drop the rest.
+    """
 
     def __init__(self, max_blocks: int | None = None):
         self.max_blocks = max_blocks
         self.reference_counts: list[int] = []
-        self._free: list[int] = []
+        self._free: list[int] = []  # a heap
 
     @property
     def capacity(self) -> int:
@@ -44,12 +50,12 @@ class BlockPool:
             )
 
     def allocate(self) -> int:
-        """A free block, held once. Lowest numbers first, so that a lone sequence's blocks follow one another."""
+        """A free block, held once."""
         if not self._free:
             self.check(1)
             self._free.append(self.capacity)
             self.reference_counts.append(0)
-        block = self._free.pop()
+        block = heapq.heappop(self._free)
         self.reference_counts[block] = 1
         return block
 
@@ -59,7 +65,14 @@ class BlockPool:
     def release(self, block: int) -> None:
         self.reference_counts[block] -= 1
         if self.reference_counts[block] == 0:
-            self._free.append(block)
+            heapq.heappush(self._free, block)
+
+    def trim(self) -> None:
+        """Forget the free blocks above the highest one in use."""
+        while self.reference_counts and self.reference_counts[-1] == 0:
+            self.reference_counts.pop()
+        self._free = [block for block in self._free if block < self.capacity]
+        heapq.heapify(self._free)
 
     def is_shared(self, block: int) -> bool:
         return self.reference_counts[block] > 1

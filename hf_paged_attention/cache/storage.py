@@ -14,6 +14,8 @@ from .formats import Format, balance_factor
 
 # Pools grow by this share at least, so that a long generation copies each token a bounded number of times.
 GROWTH = 1 / 8
+# Pools of so few blocks are not worth shrinking.
+FEW_BLOCKS = 64
 # Factors are fitted anew, and what is stored encoded anew, until this many tokens were seen.
 TOKENS_TO_FIT = 64
 
@@ -63,26 +65,32 @@ class Storage:
         )
 
     def ensure(self, num_blocks: int, limit: int | None) -> None:
-        """Room for `num_blocks` blocks; what is stored stays. `limit`: blocks that will never be exceeded."""
-        if num_blocks <= self.num_blocks:
+        """Room for `num_blocks` blocks; what is stored in them stays. `limit`: blocks that will never be exceeded.
+
+        Room for more than twice as many is given back: a sliding layer holds a long prompt only until it is read.
+        """
+        if num_blocks <= self.num_blocks <= max(2 * num_blocks, FEW_BLOCKS):
             return
-        target = max(num_blocks, int(self.num_blocks * (1 + GROWTH)) + 1 if self.num_blocks else num_blocks)
+        growing = num_blocks > self.num_blocks > 0
+        target = max(num_blocks, int(self.num_blocks * (1 + GROWTH)) + 1) if growing else num_blocks
         if limit is not None:
             target = max(num_blocks, min(target, limit))
 
-        def grow(memory: torch.Tensor | None) -> torch.Tensor | None:
+        kept = min(self.num_blocks, target)
+
+        def resized(memory: torch.Tensor | None) -> torch.Tensor | None:
             if memory is None:
                 return None
             shape = list(memory.shape)
             shape[1] = target
-            grown = memory.new_empty(shape)
-            grown[:, : self.num_blocks].copy_(memory)
-            return grown
+            other = memory.new_empty(shape)
+            other[:, :kept].copy_(memory[:, :kept])
+            return other
 
         # One tensor at a time, so that only one is in memory twice.
-        self._k = grow(self._k)
-        self._v = grow(self._v)
-        self._k_scale, self._v_scale = grow(self._k_scale), grow(self._v_scale)
+        self._k = resized(self._k)
+        self._v = resized(self._v)
+        self._k_scale, self._v_scale = resized(self._k_scale), resized(self._v_scale)
         self.num_blocks = target
 
     def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:

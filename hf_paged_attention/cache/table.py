@@ -102,6 +102,8 @@ class BlockTable:
                 self.pool.release(row[index])
                 row[index] = FREED
                 self._mirrors.clear()
+        if self.pool.num_free > self.pool.num_used:
+            self.pool.trim()
 
     def can_continue_at(self, row: int, length: int) -> bool:
         """Whether every key that a query at position `length` of `row` sees is still held."""
