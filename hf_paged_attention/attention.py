@@ -12,8 +12,9 @@ from typing import Any
 
 import torch
 
+from . import step_op  # noqa: F401  registers the operator
 from .backends import select
-from .cache.layer import PagedLayer
+from .cache.layer import PagedLayer, traced
 from .cache.table import to_device
 from .masks import Bounds, MaskInfo, contiguous_bounds
 from .types import AttentionSpec, BatchMetadata, PagedKV
@@ -41,8 +42,10 @@ def paged_attention(
 
     Raises `ValueError` or `NotImplementedError`, before anything is computed, for what cannot be done: see `_refuse`.
     """
+    layer: PagedLayer | None = traced.layer if torch.compiler.is_compiling() else getattr(key, "paged_layer", None)
+    if layer is not None and layer.sequences.device_state is not None:
+        return _decode_step(layer, query, key, value, scaling, softcap, s_aux), None
     _refuse(module, query, attention_mask, dropout, kwargs)
-    layer: PagedLayer | None = getattr(key, "paged_layer", None)
     info: MaskInfo | None = getattr(attention_mask, "paged_info", None)
     if info is not None:
         window = info.window
@@ -94,6 +97,7 @@ def _refuse(module, query, attention_mask, dropout: float, kwargs: dict[str, Any
 
 def _attend_paged(layer: PagedLayer, query, key, value, attention_mask, spec: AttentionSpec) -> torch.Tensor:
     batch_size, query_heads, width, _ = query.shape
+    layer.attended_window = spec.window
     cache_options = layer.sequences.options
     kv = layer.kv()
     backend = select(query, kv, spec, cache_options.backend, cache_options.on_unsupported)
@@ -107,6 +111,27 @@ def _attend_paged(layer: PagedLayer, query, key, value, attention_mask, spec: At
         padded = out.new_zeros(batch_size * width, query_heads, out.shape[-1])
         out = padded.index_copy_(0, real, out)
     return out.view(batch_size, width, query_heads, -1)
+
+
+def _decode_step(layer: PagedLayer, query, key, value, scaling, softcap, sinks) -> torch.Tensor:
+    """The same for one new token a row, as a compiler traces it: state and lengths are tensors, checks were made
+    before.""" state = layer.sequences.device_state memory = layer.storage.memory() return
+    torch.ops.hf_paged_attention.decode_step(
+        query,
+        key,
+        value,
+        *memory,
+        sinks,
+        state.query_start_loc,
+        state.seq_lens,
+        state.tables[layer.window],
+        state.slots[layer.window],
+        state.block_size,
+        query.shape[-1] ** -0.5 if scaling is None else scaling,
+        layer.attended_window,
+        softcap,
+        layer.sequences.options.backend,
+    )
 
 
 def _new_token_mask(attention_mask: torch.Tensor | None, width: int) -> torch.Tensor | None:

@@ -8,6 +8,7 @@ from typing import Any
 import transformers
 from transformers import PreTrainedModel
 from transformers import cache_utils as _cache_utils
+from transformers.generation import utils as _generation_utils
 
 # The name of generate's and forward's cache argument: `past_key_values` until 5.2x, `cache` after.
 CACHE_ARGUMENT = (
@@ -84,3 +85,14 @@ def attention_configs(model: PreTrainedModel) -> list[Any]:
             if inner is not None and inner not in configs:
                 configs.append(inner)
     return configs
+
+
+def decoding_method(model: Any, generation_config: Any) -> Any:
+    """The function that `generate` would call for this configuration, taking the model as its first argument."""
+    mode = generation_config.get_generation_mode()
+    return getattr(type(model), _generation_utils.GENERATION_MODES_MAPPING[mode])
+
+
+def decoder_only_output(sequences: Any, cache: Any) -> Any:
+    """What `generate` returns under `return_dict_in_generate=True`."""
+    return _generation_utils.GenerateDecoderOnlyOutput(sequences=sequences, **{CACHE_ARGUMENT: cache})

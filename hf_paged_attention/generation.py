@@ -11,12 +11,21 @@ from transformers import GenerationMixin, PreTrainedModel
 from .attention import NAME
 from .cache import PagedCache
 from .compat import CACHE_ARGUMENT, attention_configs
+from .graph_decoding import GraphDecoder
+from .log import warn_once
 
 _STATE = "_hf_paged_attention"
 
 
-def enable(model: PreTrainedModel, **cache_arguments: Any) -> PreTrainedModel:
+def enable(
+    model: PreTrainedModel, *, decode: str = "plain", compile: bool = True, **cache_arguments: Any
+) -> PreTrainedModel:
     """Set `attn_implementation="paged_triton"` and let `model.generate` build `PagedCache(config, **cache_arguments)`.
+
+    decode="graph" also replaces the decoding loop of greedy search and sampling by one captured CUDA graph a step, its
+    forward compiled by `torch.compile` unless compile=False. What cannot be captured (beams, assisted decoding,
+    scores in the output, processors and stopping criteria with host code) runs as plain `generate`, and a log line
+    says why.
 
     A cache that a call passes itself, `use_cache=False` and a `cache_implementation` other than the default are left
     alone. Calling it again replaces the arguments. Returns the model.
@@ -25,6 +34,8 @@ def enable(model: PreTrainedModel, **cache_arguments: Any) -> PreTrainedModel:
     """
     if not isinstance(model, GenerationMixin):
         raise TypeError(f"model is a {type(model).__name__}, which has no generate(). Pass a causal language model.")
+    if decode not in ("plain", "graph"):
+        raise ValueError(f"decode={decode!r} must be 'plain' or 'graph'.")
     PagedCache(model.config, **cache_arguments)  # refuses bad arguments now rather than in the first generate
     if hasattr(model, _STATE):
         disable(model)
@@ -50,6 +61,8 @@ def enable(model: PreTrainedModel, **cache_arguments: Any) -> PreTrainedModel:
         return original(*args, **kwargs)
 
     model._prepare_cache_for_generation = prepare_cache
+    if decode == "graph":
+        model.generate = _with_graph_decoding(model, GraphDecoder(model, compile_forward=compile))
     setattr(model, _STATE, before)
     return model
 
@@ -63,4 +76,25 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
         config._attn_implementation = implementation
     delattr(model, _STATE)
     del model._prepare_cache_for_generation
+    model.__dict__.pop("generate", None)
     return model
+
+
+# Arguments of `generate` that Transformers does not hand on to a custom decoding method.
+_NOT_HANDED_ON = ("assistant_model", "assistant_tokenizer", "tokenizer", "synced_gpus", "custom_generate")
+
+
+def _with_graph_decoding(model: PreTrainedModel, decoder: GraphDecoder) -> Any:
+    """`model.generate` with `decoder` as its decoding method, where the call's arguments reach such a method."""
+    plain = model.generate
+
+    @functools.wraps(plain)
+    def generate(*args: Any, **kwargs: Any) -> Any:
+        lost = [name for name in _NOT_HANDED_ON if kwargs.get(name)]
+        if lost:
+            warn_once(f"decode='graph' does not run this call: {', '.join(lost)} is given; plain generate does")
+            return plain(*args, **kwargs)
+        streamer = kwargs.pop("streamer", None)
+        return plain(*args, custom_generate=functools.partial(decoder, streamer=streamer), **kwargs)
+
+    return generate

@@ -86,12 +86,16 @@ class PagedCache(Cache):
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens a row that the cache has been given, padding included."""
+        if self.sequences.device_state is not None:
+            return self.sequences.device_state.columns  # a number would be captured
         if self._paged:
             return self.sequences.columns
         return super().get_seq_length(layer_idx)
 
     def get_mask_sizes(self, query_length: int, layer_idx: int = 0) -> tuple[int, int]:
         """(length, offset) of the columns that a mask must describe: those of the new tokens."""
+        if self.sequences.device_state is not None:
+            return query_length, 0
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if isinstance(layer, CacheLayerMixin) and not isinstance(layer, PagedLayer):
             return layer.get_mask_sizes(query_length)
@@ -99,8 +103,19 @@ class PagedCache(Cache):
             return query_length, self.sequences.columns
         return super().get_mask_sizes(query_length, layer_idx)
 
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        """Where the new tokens stand among the columns that `get_mask_sizes` speaks of."""
+        return 0 if self.sequences.device_state is not None else self.get_seq_length(layer_idx)
+
+    def reserve(self, tokens: int) -> None:
+        """Memory for `tokens` more tokens a row, so that pools keep their addresses while these are written."""
+        for layer in self._paged:
+            table = layer.table
+            blocks = table.capacity_for(self.sequences.lengths, tokens)
+            layer.storage.ensure(max(blocks, layer.storage.num_blocks), table.pool.max_blocks)
+
     def reset(self) -> None:
-        """Forget every sequence and give all blocks back; the memory of the pools stays for the next ones."""
+        """Forget every sequence and give all blocks back."""
         self.sequences.reset()
         for layer in self.layers:
             layer.reset()

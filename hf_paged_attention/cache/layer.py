@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import threading
+
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
@@ -11,6 +13,10 @@ from .formats import Format, encode
 from .sequences import Sequences
 from .storage import Storage
 from .table import BlockTable
+
+# Which layer's keys the code that is being traced holds. A compiler follows a thread's own variable, not an attribute
+# of a tensor; outside of tracing nothing reads it.
+traced = threading.local()
 
 
 class PagedLayer(CacheLayerMixin):
@@ -29,6 +35,7 @@ class PagedLayer(CacheLayerMixin):
         self.sequences = sequences
         self.format = format
         self.window = window
+        self.attended_window = window  # of the last eager pass: the model may ask for a narrower one
         self.is_sliding = window is not None
         if self.is_sliding:
             self.sliding_window = window
@@ -61,6 +68,12 @@ class PagedLayer(CacheLayerMixin):
         layer never reached the attention function: the model would attend to new keys alone. Raises `ValueError` if
         the shape is another model's.
         """
+        if torch.compiler.is_compiling():
+            traced.layer = self
+            return key_states, value_states
+        if self.sequences.device_state is not None:
+            key_states.paged_layer = self
+            return key_states, value_states
         self.sequences.expect_attention(self.index)
         if self.storage is None:
             self.lazy_initialization(key_states, value_states)

@@ -7,11 +7,16 @@ pass, so that an exception half-way loses nothing: the next pass drops what the 
 
 from __future__ import annotations
 
+from typing import TYPE_CHECKING
+
 import torch
 
 from .batch import ForwardPass
 from .options import Options
 from .table import BlockTable
+
+if TYPE_CHECKING:
+    from .device_state import DeviceState
 
 
 class Sequences:
@@ -41,6 +46,7 @@ class Sequences:
         # The past in segments of columns: (columns, which of them are real per row, or None where all are).
         self._segments: list[tuple[int, torch.Tensor | None]] = []
         self._laggards: list[int] = []
+        self.device_state: DeviceState | None = None  # while decode steps are captured or compiled
         self.awaited: int | None = None  # the layer whose new keys the attention function has yet to take
 
     @property
@@ -132,6 +138,28 @@ class Sequences:
         for window, copies in self.current.copies.items():
             self.tables[window].undo(copies)
         self._take_back(lagging)
+
+    def enter_together(self) -> None:
+        """One new real token a row that all layers will store at once, as a captured decode step does.
+
+        Raises `CacheFullError` and changes nothing if there are not enough blocks. No row may share the block that its
+        next token goes to (`shares_next_block`): nobody would make the copy.
+        """
+        self._drop_unfinished()
+        self._release_behind_windows()
+        self._begin(self.batch_size, 1, None)
+        self.current = None
+        self.progress = [self._columns] * self.num_layers
+
+    @property
+    def shares_next_block(self) -> bool:
+        """Whether the next token of some row would go to a block that another row holds too."""
+        return any(
+            table.pool.is_shared(row[length // self.block_size])
+            for table in self.tables.values()
+            for row, length in zip(table.rows, self.lengths, strict=True)
+            if length // self.block_size < len(row)
+        )
 
     # Changes between passes -----------------------------------------------------------------------------------------
 

@@ -64,6 +64,10 @@ class Storage:
             logical(self._k), logical(self._v), logical(self._k_scale), logical(self._v_scale), self.key_factor
         )
 
+    def memory(self) -> tuple[torch.Tensor | None, ...]:
+        """Keys, values, their scales and the keys' factor as they lie in memory, head-outermost."""
+        return self._k, self._v, self._k_scale, self._v_scale, self.key_factor
+
     def ensure(self, num_blocks: int, limit: int | None) -> None:
         """Room for `num_blocks` blocks; what is stored in them stays. `limit`: blocks that will never be exceeded.
 
@@ -92,6 +96,9 @@ class Storage:
         self._v = resized(self._v)
         self._k_scale, self._v_scale = resized(self._k_scale), resized(self._v_scale)
         self.num_blocks = target
+        for memory in (self._k, self._v, self._k_scale, self._v_scale):
+            if memory is not None:
+                torch._dynamo.maybe_mark_dynamic(memory, 1)  # a compiled decode step must serve pools of any size
 
     def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
         for memory in (self._k, self._v, self._k_scale, self._v_scale):

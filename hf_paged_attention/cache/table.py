@@ -32,6 +32,7 @@ class BlockTable:
         self.window = window
         self.pool = BlockPool(max_blocks)
         self.rows: list[list[int]] = []
+        self.version = 0  # rises with every change of the rows
         self._mirrors: dict[torch.device, torch.Tensor] = {}
 
     # What the next tokens need ------------------------------------------------------------------------------------
@@ -50,6 +51,17 @@ class BlockTable:
                 needed += 1
         return needed
 
+    def capacity_for(self, lengths: list[int], new_tokens: int) -> int:
+        """The pool's capacity, at most, after `new_tokens` more tokens a row, given one by one."""
+        more = 0
+        for row, length in zip(self.rows, lengths, strict=True):
+            blocks = self._blocks_for(length + new_tokens) - len(row)
+            if self.window is not None:
+                blocks = min(blocks, self._blocks_for(self.window) + 2)
+            more += blocks
+        total = self.pool.capacity + more
+        return total if self.pool.max_blocks is None else min(total, self.pool.max_blocks)
+
     def extend(self, lengths: list[int], new_tokens: list[int]) -> list[BlockCopy]:
         """Give every row the blocks for its new tokens.
 
@@ -65,10 +77,10 @@ class BlockTable:
                 copies.append(BlockCopy(index, length // self.block_size, tail, self.pool.allocate()))
                 self.pool.release(tail)
                 row[length // self.block_size] = copies[-1].destination
-                self._mirrors.clear()
+                self._changed()
             while len(row) < self._blocks_for(length + new):
                 row.append(self.pool.allocate())
-                self._mirrors.clear()
+                self._changed()
         return copies
 
     def undo(self, copies: list[BlockCopy]) -> None:
@@ -77,7 +89,7 @@ class BlockTable:
             self.pool.share(copy.source)
             self.pool.release(copy.destination)
             self.rows[copy.row][copy.index] = copy.source
-            self._mirrors.clear()
+            self._changed()
 
     # What is no longer needed ---------------------------------------------------------------------------------------
 
@@ -88,7 +100,7 @@ class BlockTable:
                 block = row.pop()
                 if block != FREED:
                     self.pool.release(block)
-                self._mirrors.clear()
+                self._changed()
 
     def release_behind_window(self, lengths: list[int]) -> None:
         """Give back the blocks that no later query can see: the next one, at position `length`, sees `window` keys."""
@@ -101,7 +113,7 @@ class BlockTable:
                     break
                 self.pool.release(row[index])
                 row[index] = FREED
-                self._mirrors.clear()
+                self._changed()
         if self.pool.num_free > self.pool.num_used:
             self.pool.trim()
 
@@ -116,7 +128,7 @@ class BlockTable:
 
     def start(self, batch_size: int) -> None:
         self.rows = [[] for _ in range(batch_size)]
-        self._mirrors.clear()
+        self._changed()
 
     def select(self, indices: list[int]) -> None:
         """Row i becomes a copy of row `indices[i]`, its blocks shared: nothing is moved in memory."""
@@ -134,7 +146,7 @@ class BlockTable:
                 if block != FREED:
                     self.pool.release(block)
         self.rows = []
-        self._mirrors.clear()
+        self._changed()
 
     # For the kernels ------------------------------------------------------------------------------------------------
 
@@ -153,10 +165,20 @@ class BlockTable:
         if device not in self._mirrors:
             longest = max((len(row) for row in self.rows), default=0)
             width = 1 << max(0, longest - 1).bit_length()
-            padded = [[max(block, 0) for block in row] + [0] * (width - len(row)) for row in self.rows]
-            host = torch.tensor(padded, dtype=torch.int32).reshape(len(self.rows), width)
-            self._mirrors[device] = to_device(host, device)
+            self._mirrors[device] = to_device(self._padded(width), device)
         return self._mirrors[device]
+
+    def copy_into(self, target: torch.Tensor) -> None:
+        """Write the rows into int32 `[rows, width]`, whose address a captured graph has kept."""
+        target.copy_(to_device(self._padded(target.shape[1]), target.device), non_blocking=True)
+
+    def _padded(self, width: int) -> torch.Tensor:
+        padded = [[max(block, 0) for block in row] + [0] * (width - len(row)) for row in self.rows]
+        return torch.tensor(padded, dtype=torch.int32).reshape(len(self.rows), width)
+
+    def _changed(self) -> None:
+        self.version += 1
+        self._mirrors.clear()
 
     def _blocks_for(self, tokens: int) -> int:
         return -(-tokens // self.block_size)

@@ -1,0 +1,60 @@
+"""Lengths and block tables at fixed addresses on the device: what a captured or compiled decode step reads and
+advances.
+
+The host goes on deciding which blocks a row holds (`Sequences.enter_together`); `follow` brings its decisions here,
+without waiting, when they changed. Everything else of a step happens on the device.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .sequences import Sequences
+from .table import BlockTable, to_device
+
+
+class DeviceState:
+    """For the present rows of `sequences`, one new token a row and step, up to `max_length` tokens a row."""
+
+    def __init__(self, sequences: Sequences, max_length: int, device: torch.device):
+        rows = sequences.batch_size
+        width = -(-max_length // sequences.block_size)
+        self.block_size = sequences.block_size
+        self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)  # stored tokens, the step's own included
+        self.columns = torch.zeros((), dtype=torch.int64, device=device)  # Transformers' sequence length
+        self.tables = {
+            window: torch.zeros(rows, width, dtype=torch.int32, device=device) for window in sequences.tables
+        }
+        self.slots = {window: torch.zeros(rows, dtype=torch.int64, device=device) for window in sequences.tables}
+        self.query_start_loc = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        for table in self.tables.values():
+            # A compiled step must serve any table width, or each prompt length would compile it anew.
+            torch._dynamo.maybe_mark_dynamic(table, 1)
+        self._versions: dict[int | None, int] = {}
+        self.restart(sequences)
+
+    def restart(self, sequences: Sequences) -> None:
+        """Take lengths and tables over from the host: between steps, when nothing is in flight that reads them."""
+        lengths = torch.tensor(sequences.lengths, dtype=torch.int32)
+        self.seq_lens.copy_(to_device(lengths, self.seq_lens.device), non_blocking=True)
+        self.columns.fill_(sequences.columns)
+        self._versions = {}
+        self.follow(sequences.tables)
+
+    def follow(self, tables: dict[int | None, BlockTable]) -> None:
+        """Copy the tables that changed on the host since the last call."""
+        for window, table in tables.items():
+            if self._versions.get(window) != table.version:
+                table.copy_into(self.tables[window])
+                self._versions[window] = table.version
+
+    def advance(self) -> None:
+        """One token more a row: device operations only, fit for capture. Slots are where the new tokens go."""
+        position = self.seq_lens.to(torch.int64)
+        self.seq_lens.add_(1)
+        self.columns.add_(1)
+        index = (position // self.block_size).unsqueeze(1)
+        offset = position % self.block_size
+        for window, table in self.tables.items():
+            block = table.gather(1, index).squeeze(1).to(torch.int64)
+            self.slots[window].copy_(block * self.block_size + offset)

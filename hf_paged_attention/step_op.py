@@ -1,0 +1,64 @@
+"""One layer's decode step as a single operator, so that `torch.compile` sees neither the cache nor the kernels.
+
+Writes the new token's key and value into their slots and attends over the pages. The pools are declared as mutated,
+which is what keeps Inductor from copying or reordering them.
+"""
+
+from __future__ import annotations
+
+import torch
+
+from .backends import select
+from .types import AttentionSpec, BatchMetadata, PagedKV
+
+
+@torch.library.custom_op("hf_paged_attention::decode_step", mutates_args=("k_memory", "v_memory", "k_scale", "v_scale"))
+def decode_step(
+    query: torch.Tensor,
+    key: torch.Tensor,
+    value: torch.Tensor,
+    k_memory: torch.Tensor,
+    v_memory: torch.Tensor,
+    k_scale: torch.Tensor | None,
+    v_scale: torch.Tensor | None,
+    key_factor: torch.Tensor | None,
+    sinks: torch.Tensor | None,
+    query_start_loc: torch.Tensor,
+    seq_lens: torch.Tensor,
+    block_table: torch.Tensor,
+    slots: torch.Tensor,
+    block_size: int,
+    scale: float,
+    window: int | None,
+    softcap: float | None,
+    backend: str,
+) -> torch.Tensor:
+    """Attention of query `[B, Hq, 1, D]`: `[B, 1, Hq, Dv]`. Memory is head-outermost, `[Hkv, num_blocks, block_size,
+    D]`."""
+
+    def logical(memory: torch.Tensor | None) -> torch.Tensor | None:
+        return None if memory is None else memory.movedim(0, 2)
+
+    kv = PagedKV(logical(k_memory), logical(v_memory), logical(k_scale), logical(v_scale), key_factor)
+    spec = AttentionSpec(scale, window, softcap, sinks)
+    rows = query.shape[0]
+    on_host = query.device.type == "cpu"
+    batch = BatchMetadata(
+        query_start_loc=query_start_loc,
+        seq_lens=seq_lens,
+        block_table=block_table,
+        slot_mapping=slots,
+        max_query_len=1,
+        max_seq_len=block_table.shape[1] * block_size,
+        block_size=block_size,
+        query_lens=[1] * rows,
+        host_seq_lens=seq_lens.tolist() if on_host else [],
+    )
+    chosen = select(query, kv, spec, backend)
+    chosen.write(key.squeeze(2), value.squeeze(2), kv, slots)
+    return chosen.attend(query.squeeze(2), kv, batch, spec).unsqueeze(1)
+
+
+@decode_step.register_fake
+def _(query, key, value, *arguments):
+    return query.new_empty(query.shape[0], 1, query.shape[1], value.shape[-1])
