@@ -114,9 +114,10 @@ def _attend_paged(layer: PagedLayer, query, key, value, attention_mask, spec: At
 
 
 def _decode_step(layer: PagedLayer, query, key, value, scaling, softcap, sinks) -> torch.Tensor:
-    """The same for one new token a row, as a compiler traces it: state and lengths are tensors, checks were made
-    before.""" state = layer.sequences.device_state memory = layer.storage.memory() return
-    torch.ops.hf_paged_attention.decode_step(
+    """The same for one new token a row, as it is captured or compiled: lengths are tensors, checks were made before."""
+    state = layer.sequences.device_state
+    memory = layer.storage.memory()
+    return torch.ops.hf_paged_attention.decode_step(
         query,
         key,
         value,

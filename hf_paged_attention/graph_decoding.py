@@ -206,8 +206,8 @@ class _Run:
         sequences.device_state = state
         try:
             forward = self.decoder.forward()
-            graph = None
-            for done in range(1, steps + 1):
+            graph, done = None, 0
+            for _ in range(steps):
                 sequences.enter_together()
                 state.follow(sequences.tables)
                 if graph is not None:
@@ -216,6 +216,7 @@ class _Run:
                     self._device_step(state, forward)  # compiles, and warms up what the capture needs
                     if self.captures:
                         graph = self._capture(state, forward)
+                done += 1
                 watcher.look()
                 if watcher.stopped:
                     break

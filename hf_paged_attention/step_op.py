@@ -33,8 +33,7 @@ def decode_step(
     softcap: float | None,
     backend: str,
 ) -> torch.Tensor:
-    """Attention of query `[B, Hq, 1, D]`: `[B, 1, Hq, Dv]`. Memory is head-outermost, `[Hkv, num_blocks, block_size,
-    D]`."""
+    """Attention of query `[B, Hq, 1, D]`: `[B, 1, Hq, Dv]`. `*_memory` are `[Hkv, num_blocks, block_size, D]`."""
 
     def logical(memory: torch.Tensor | None) -> torch.Tensor | None:
         return None if memory is None else memory.movedim(0, 2)
