@@ -75,9 +75,11 @@ def timed(model, ids: torch.Tensor, new: int, arguments: dict) -> tuple[float, t
 
 def measure(model, method: str, batch: int, context: int, few: int, many: int, repeats: int) -> dict:
     device = model.device
-    ids = torch.randint(3, model.config.vocab_size, (batch, context),
-    generator=torch.Generator().manual_seed(1)).to(device) arguments = prepare(model, method) gc.collect() if
-    device.type == "cuda":
+    generator = torch.Generator().manual_seed(1)
+    ids = torch.randint(3, model.config.vocab_size, (batch, context), generator=generator).to(device)
+    arguments = prepare(model, method)
+    gc.collect()
+    if device.type == "cuda":
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
     first, _ = timed(model, ids, many, arguments)
