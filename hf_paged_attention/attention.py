@@ -13,7 +13,7 @@ from typing import Any
 import torch
 
 from . import step_op  # noqa: F401  registers the operator
-from .backends import select
+from .backends import Backend, select
 from .cache.layer import PagedLayer, traced
 from .cache.table import to_device
 from .masks import Bounds, MaskInfo, contiguous_bounds
@@ -42,7 +42,15 @@ def paged_attention(
 
     Raises `ValueError` or `NotImplementedError`, before anything is computed, for what cannot be done: see `_refuse`.
     """
-    layer: PagedLayer | None = traced.layer if torch.compiler.is_compiling() else getattr(key, "paged_layer", None)
+    if torch.compiler.is_compiling():
+        layer = getattr(traced, "layer", None)
+        traced.layer = None
+        if layer is None or layer.sequences.device_state is None:
+            return _untraced(
+                module, query, key, value, attention_mask, scaling, dropout, sliding_window, softcap, s_aux
+            )
+    else:
+        layer = getattr(key, "paged_layer", None)
     if layer is not None and layer.sequences.device_state is not None:
         return _decode_step(layer, query, key, value, scaling, softcap, s_aux), None
     _refuse(module, query, attention_mask, dropout, kwargs)
@@ -51,20 +59,33 @@ def paged_attention(
         window = info.window
     else:
         window = sliding_window if layer is None or sliding_window is not None else layer.window
-    spec = AttentionSpec(
-        scale=query.shape[-1] ** -0.5 if scaling is None else float(scaling),
-        window=window,
-        softcap=None if softcap is None else float(softcap),
-        sinks=s_aux,
-    )
+    scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if layer is None:
+        spec = AttentionSpec(scale, window, softcap, s_aux)
         return _attend_contiguous(query, key, value, attention_mask, spec), None
+    call = _call_of(layer, query, scale, window, softcap, s_aux)
+    return _attend_paged(layer, query, key, value, attention_mask, call), None
+
+
+# Prefill and other caches keep their state on the host, where no compiler can follow: a graph break.
+_untraced = torch.compiler.disable(lambda *arguments: paged_attention(*arguments))
+
+
+def _call_of(layer: PagedLayer, query, scale, window, softcap, sinks) -> tuple[AttentionSpec, Backend]:
+    """What the layer computes and on which backend: the same in every step, so it is worked out once."""
+    asked = (query.dtype, query.device, query.shape[1], query.shape[-1], scale, window, softcap)
+    known = layer.call
+    if known is not None and known[0] == asked and known[1].sinks is sinks:
+        return known[1:]
     if layer.window is not None and (window is None or window > layer.window):
         raise ValueError(
             f"This layer attends to {'all keys' if window is None else f'{window} keys'}, but the cache built from the "
             f"model's config keeps a sliding window of {layer.window}. Build the PagedCache from this model's config."
         )
-    return _attend_paged(layer, query, key, value, attention_mask, spec), None
+    spec = AttentionSpec(scale, window, softcap, sinks)
+    options = layer.sequences.options
+    layer.call = (asked, spec, select(query, layer.kv(), spec, options.backend, options.on_unsupported))
+    return layer.call[1:]
 
 
 def _refuse(module, query, attention_mask, dropout: float, kwargs: dict[str, Any]) -> None:
@@ -95,13 +116,10 @@ def _refuse(module, query, attention_mask, dropout: float, kwargs: dict[str, Any
         )
 
 
-def _attend_paged(layer: PagedLayer, query, key, value, attention_mask, spec: AttentionSpec) -> torch.Tensor:
+def _attend_paged(layer: PagedLayer, query, key, value, attention_mask, call) -> torch.Tensor:
+    spec, backend = call
     batch_size, query_heads, width, _ = query.shape
-    layer.attended_window = spec.window
-    cache_options = layer.sequences.options
-    kv = layer.kv()
-    backend = select(query, kv, spec, cache_options.backend, cache_options.on_unsupported)
-    step = layer.enter(batch_size, width, _new_token_mask(attention_mask, width) if layer.has_arrived else None)
+    step = layer.enter(batch_size, width, lambda: _new_token_mask(attention_mask, width))
     batch = step.metadata(layer.table, query.device)
     real = step.real_tokens(query.device)
     if layer.has_arrived:
@@ -129,7 +147,7 @@ def _decode_step(layer: PagedLayer, query, key, value, scaling, softcap, sinks) 
         state.slots[layer.window],
         state.block_size,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
-        layer.attended_window,
+        layer.call[1].window,
         softcap,
         layer.sequences.options.backend,
     )

@@ -43,7 +43,11 @@ def paged_mask(
     Raises `NotImplementedError` for a pattern other than causal and sliding-window, `ValueError` for a mask too short.
     """
     if torch.compiler.is_compiling():
-        return None  # a decode step of one real token a row; the prefill of the same model was looked at
+        if q_length == kv_length == 1:
+            return None  # a captured decode step of one real token a row; the model's prefill was looked at
+        return _untraced(
+            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap, device
+        )
     kind, window = describe_mask_function(mask_function)
     if kind not in ("causal", "sliding"):
         raise NotImplementedError(
@@ -64,6 +68,9 @@ def paged_mask(
         mask = attention_mask[:, kv_offset : kv_offset + kv_length].bool().clone()
     mask.paged_info = MaskInfo(window, kv_end)
     return mask
+
+
+_untraced = torch.compiler.disable(lambda *arguments: paged_mask(*arguments))
 
 
 @dataclass(frozen=True)

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
+from typing import Any
 
 import torch
 from transformers.cache_utils import CacheLayerMixin
@@ -35,7 +37,8 @@ class PagedLayer(CacheLayerMixin):
         self.sequences = sequences
         self.format = format
         self.window = window
-        self.attended_window = window  # of the last eager pass: the model may ask for a narrower one
+        # What the attention function worked out for this layer: (what was asked, spec, backend).
+        self.call: tuple[Any, ...] | None = None
         self.is_sliding = window is not None
         if self.is_sliding:
             self.sliding_window = window
@@ -68,9 +71,13 @@ class PagedLayer(CacheLayerMixin):
         layer never reached the attention function: the model would attend to new keys alone. Raises `ValueError` if
         the shape is another model's.
         """
-        if torch.compiler.is_compiling():
+        if torch.compiler.is_compiling() and self.sequences.device_state is not None:
             traced.layer = self
             return key_states, value_states
+        return self._hand_on(key_states, value_states)
+
+    @torch.compiler.disable
+    def _hand_on(self, key_states: torch.Tensor, value_states: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
         if self.sequences.device_state is not None:
             key_states.paged_layer = self
             return key_states, value_states
@@ -132,7 +139,7 @@ class PagedLayer(CacheLayerMixin):
         """Whether keys were handed on that are not stored yet (a layer that shares these keys comes later)."""
         return self._arrived is not None
 
-    def enter(self, batch_size: int, width: int, valid: torch.Tensor | None) -> ForwardPass:
+    def enter(self, batch_size: int, width: int, valid: Callable[[], torch.Tensor | None]) -> ForwardPass:
         """The forward pass that the keys in hand belong to; see `Sequences.enter`."""
         if not self.has_arrived:
             return self.sequences.current

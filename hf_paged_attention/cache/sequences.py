@@ -7,6 +7,7 @@ pass, so that an exception half-way loses nothing: the next pass drops what the 
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 import torch
@@ -70,10 +71,11 @@ class Sequences:
 
     # A forward pass -------------------------------------------------------------------------------------------------
 
-    def enter(self, layer: int, batch_size: int, width: int, valid: torch.Tensor | None) -> ForwardPass:
+    def enter(self, layer: int, batch_size: int, width: int, valid: Callable[[], torch.Tensor | None]) -> ForwardPass:
         """The pass that `layer` takes part in with `[batch_size, width]` new tokens, begun if it is the first layer.
 
-        valid: bool `[batch_size, width]` on the CPU, False for padding; None when every token is real.
+        valid gives bool `[batch_size, width]` on the CPU, False for padding, or None when every token is real; it is
+        asked once a pass.
         Raises `CacheFullError` and changes nothing if there are not enough blocks.
         """
         if self.current is not None and self.progress[layer] < self._columns:
@@ -84,7 +86,7 @@ class Sequences:
                 f"The batch has {batch_size} rows but the cache holds {self.batch_size} sequences. Call reset() to "
                 "start over, or batch_repeat_interleave / batch_select_indices to change the rows."
             )
-        self._begin(batch_size, width, valid)
+        self._begin(batch_size, width, valid())
         return self.current
 
     def leave(self, layer: int) -> None:

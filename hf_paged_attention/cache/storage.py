@@ -31,6 +31,7 @@ class Storage:
         self.arriving = key.dtype
         self.device = key.device
         self.num_blocks = 0
+        self._kv: PagedKV | None = None
         self._k = self._new(self.key_dim)
         self._v = self._new(self.value_dim)
         self._k_scale = self._new_scale() if format.scaled else None
@@ -57,6 +58,12 @@ class Storage:
         return self.num_heads * self.format.bytes_per_head(self.key_dim, self.value_dim, self.arriving)
 
     def kv(self) -> PagedKV:
+        """The pools of the moment; the same object until one of them is replaced."""
+        if self._kv is None:
+            self._kv = self._views()
+        return self._kv
+
+    def _views(self) -> PagedKV:
         def logical(memory: torch.Tensor | None) -> torch.Tensor | None:
             return None if memory is None else memory.movedim(0, 2)
 
@@ -96,6 +103,7 @@ class Storage:
         self._v = resized(self._v)
         self._k_scale, self._v_scale = resized(self._k_scale), resized(self._v_scale)
         self.num_blocks = target
+        self._kv = None
         for memory in (self._k, self._v, self._k_scale, self._v_scale):
             if memory is not None:
                 torch._dynamo.maybe_mark_dynamic(memory, 1)  # a compiled decode step must serve pools of any size
@@ -106,19 +114,11 @@ class Storage:
                 raw = memory.view(torch.uint8) if memory.dtype.itemsize == 1 else memory
                 raw[:, destinations] = raw[:, sources]
 
-    def drop(self) -> None:
-        """Give the memory back."""
-        self.num_blocks = 0
-        self._k, self._v = self._new(self.key_dim), self._new(self.value_dim)
-        if self.format.scaled:
-            self._k_scale, self._v_scale = self._new_scale(), self._new_scale()
-        self.forget_fit()
-
     # Balance
     # -----------------------------------------------------------------------------------------------------------
 
     def forget_fit(self) -> None:
-        self.channel_amax = self.key_factor = None
+        self._kv = self.channel_amax = self.key_factor = None
         self.tokens_fitted = 0
 
     @property
@@ -137,4 +137,5 @@ class Storage:
         if before.bit_length() == self.tokens_fitted.bit_length():
             return None
         previous, self.key_factor = self.key_factor, balance_factor(self.channel_amax)
+        self._kv = None
         return previous
