@@ -1,5 +1,7 @@
 """A cache format as an evaluation sees it: a name, and how to make an empty cache of it for a model."""
 
+import contextlib
+
 import torch
 
 import hf_paged_attention
@@ -47,3 +49,28 @@ def formats_named(names: list[str], block_size: int | None = None) -> list[Forma
     for fmt in formats:
         fmt.check()
     return formats
+
+
+@contextlib.contextmanager
+def refusals_as_bad_input(who: str):
+    """What the plugin or the device refuses while a model runs, as one line that opens with `who`.
+
+    Anything else that goes wrong is a fault, and goes on as the exception that it is.
+    """
+    try:
+        yield
+    except NotImplementedError as error:
+        raise BadInput(f"{who}: {error}") from error
+    except hf_paged_attention.CacheFullError as error:
+        raise BadInput(f"{who}: {error} Give a shorter context.") from error
+    except RuntimeError as error:
+        reason = next((line for line in str(error).splitlines() if _says_memory_is_full(line)), None)
+        if reason is None:
+            raise
+        raise BadInput(
+            f"{who}: {reason.split('. ')[0]}; give a shorter context, a smaller --dtype or a larger --device"
+        ) from error
+
+
+def _says_memory_is_full(line: str) -> bool:
+    return "out of memory" in line or "can't allocate memory" in line or "not enough memory" in line

@@ -26,6 +26,7 @@ from eval.program import (
     add_format_arguments,
     add_model_arguments,
     add_output_arguments,
+    add_text_arguments,
     answers_bad_input,
     count,
     paragraph,
@@ -53,17 +54,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     )
     add_model_arguments(parser)
     add_format_arguments(parser, ["bf16", "int8", "fp8"])
-    source = parser.add_mutually_exclusive_group()
-    source.add_argument("--text-file", help="a UTF-8 text file (with neither this nor --dataset: pydoc_data.topics)")
-    source.add_argument(
-        "--dataset", help="wikitext-2, c4, an id on the hub, a folder, or a .json, .jsonl, .csv, .parquet or .txt file"
-    )
-    parser.add_argument("--dataset-config", help="the dataset's configuration")
-    parser.add_argument("--split", help="the dataset's split (test, or what a dataset known by name has)")
-    parser.add_argument("--column", help="the dataset's text column (text)")
-    parser.add_argument(
-        "--streaming", action="store_true", help="fetch no more of the dataset than is read (always so for c4)"
-    )
+    add_text_arguments(parser)
     parser.add_argument(
         "--window", type=count(2), help="tokens that the model sees at once (1024, or a shorter text's)"
     )
@@ -78,8 +69,6 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
         raise BadInput(
             f"--stride {args.stride}: leaves tokens between windows of {args.window or WINDOW} out; at most --window"
         )
-    if not args.dataset and (args.dataset_config or args.split or args.column):
-        raise BadInput("--dataset-config, --split and --column say something of a --dataset; none is given")
     return args
 
 
@@ -149,24 +138,15 @@ def summarise(records: list[dict]) -> list[dict]:
     return rows
 
 
-def chosen_text(args):
-    """The text that the arguments name; refused before a model is loaded where it is not there."""
-    from eval import texts
-
-    if args.dataset:
-        return texts.dataset_text(args.dataset, args.dataset_config, args.split, args.column, args.streaming)
-    return texts.text_file(args.text_file) if args.text_file else texts.default_text()
-
-
 @answers_bad_input
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
     from eval import models
     from eval.run import Run
-    from eval.texts import tokens_of
+    from eval.texts import chosen, tokens_of
 
     run = Run("perplexity", args)
-    text = chosen_text(args)
+    text = chosen(args)
     model, tokenizer = run.load(f"text {text.name}")
     longest = models.longest_context(model)
     if longest and args.window and args.window > longest:

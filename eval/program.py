@@ -93,6 +93,21 @@ def add_format_arguments(parser: argparse.ArgumentParser, default: list[str]) ->
     parser.add_argument("--block-size", type=count(1), default=None, help="tokens a block (the device's best)")
 
 
+def add_text_arguments(parser: argparse.ArgumentParser) -> None:
+    """--text-file or --dataset with what belongs to it; `texts.chosen` finds the text."""
+    source = parser.add_mutually_exclusive_group()
+    source.add_argument("--text-file", help="a UTF-8 text file (with neither this nor --dataset: pydoc_data.topics)")
+    source.add_argument(
+        "--dataset", help="wikitext-2, c4, an id on the hub, a folder, or a .json, .jsonl, .csv, .parquet or .txt file"
+    )
+    parser.add_argument("--dataset-config", help="the dataset's configuration")
+    parser.add_argument("--split", help="the dataset's split (test, or what a dataset known by name has)")
+    parser.add_argument("--column", help="the dataset's text column (text)")
+    parser.add_argument(
+        "--streaming", action="store_true", help="fetch no more of the dataset than is read (always so for c4)"
+    )
+
+
 def add_output_arguments(parser: argparse.ArgumentParser) -> None:
     """--json, --fresh."""
     parser.add_argument("--json", metavar="FILE", help="where the results go, a Markdown table beside")

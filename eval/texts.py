@@ -90,6 +90,15 @@ def dataset_text(
     return Text(f"{name}:{split}", (BETWEEN + text if i else text for i, text in enumerate(texts)))
 
 
+def chosen(args) -> Text:
+    """The text that the arguments name; refused before a model is loaded where it is not there."""
+    if not args.dataset and (args.dataset_config or args.split or args.column):
+        raise BadInput("--dataset-config, --split and --column say something of a --dataset; none is given")
+    if args.dataset:
+        return dataset_text(args.dataset, args.dataset_config, args.split, args.column, args.streaming)
+    return text_file(args.text_file) if args.text_file else default_text()
+
+
 def tokens_of(text: Text, tokenizer, max_tokens: int | None = None) -> tuple[torch.Tensor, str]:
     """(token ids `[N]`, SHA-256 of the characters they were made from), at most `max_tokens` of them.
 

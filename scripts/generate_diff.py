@@ -15,7 +15,6 @@ a fault, and the exit status is 1.
 import argparse
 import sys
 from dataclasses import asdict, dataclass
-from difflib import SequenceMatcher
 from pathlib import Path
 
 if __name__ == "__main__":
@@ -23,6 +22,7 @@ if __name__ == "__main__":
 
 import torch
 
+from eval.continuations import Continuation, common_prefix, continuation, in_common
 from eval.logits import cached_logits, exact_logits
 from eval.program import (
     BadInput,
@@ -34,7 +34,6 @@ from eval.program import (
     paragraph,
 )
 from eval.report import Column
-from hf_paged_attention.compat import CACHE_ARGUMENT
 
 ALLOWED = 4  # times the rounding measured: two logits, each moving by it, and a factor of two
 
@@ -47,14 +46,6 @@ SUMMARY = [
     Column("in_common", "in common", ".1%"),
     Column("worst_logit_difference", "logits moved", ".2e"),
 ]
-
-
-@dataclass
-class Continuation:
-    """What was generated: token ids, and where eager chose them the logits `[n, V]` it chose by."""
-
-    tokens: list[int]
-    logits: torch.Tensor | None = None
 
 
 @dataclass
@@ -115,37 +106,15 @@ def prompts_of(args: argparse.Namespace) -> list[str]:
     return ["The history of the Roman Empire began when", "def fibonacci(n):\n", topics["context-managers"][:3200]]
 
 
-@torch.no_grad()
-def continuation(model, ids: torch.Tensor, new_tokens: int, fmt=None) -> Continuation:
-    """Greedy tokens after the prompt `ids [T]`: eager's with their logits, or those of a format."""
-    options = {"max_new_tokens": new_tokens, "do_sample": False, "num_beams": 1, "return_dict_in_generate": True}
-    if model.generation_config.pad_token_id is None:
-        eos = model.generation_config.eos_token_id
-        options["pad_token_id"] = (eos[0] if isinstance(eos, list) else eos) or 0
-    if fmt is None:
-        model.set_attn_implementation("eager")
-        options["output_logits"] = True
-    else:
-        model.set_attn_implementation(fmt.attn_implementation)
-        options[CACHE_ARGUMENT] = fmt.new_cache(model)
-    try:
-        out = model.generate(input_ids=ids[None], attention_mask=torch.ones_like(ids)[None], **options)
-    except NotImplementedError as error:
-        raise BadInput(f"--kv-dtype {fmt.name if fmt else 'eager'}: {error}") from error
-    logits = torch.cat(out.logits) if fmt is None else None
-    return Continuation(out.sequences[0, len(ids) :].tolist(), logits)
-
-
 def compare(model, ids: torch.Tensor, eager: Continuation, fmt, new_tokens: int) -> Difference:
     """Generate under `fmt` and judge where it parts from eager."""
     tokens = continuation(model, ids, new_tokens, fmt).tokens
     exact = fmt.is_exact(model.dtype)
-    blocks = SequenceMatcher(None, eager.tokens, tokens, autojunk=False).get_matching_blocks()
-    in_common = sum(block.size for block in blocks) / max(len(eager.tokens), len(tokens))
-    shared = sum(1 for _ in _common_prefix(eager.tokens, tokens))
+    share = in_common(eager.tokens, tokens)
+    shared = common_prefix(eager.tokens, tokens)
     if shared == len(eager.tokens) or shared == len(tokens):
         # Equal, or one was stopped by its length: the same end-of-text token would have stopped both.
-        return Difference(fmt.name, exact, "identical", tokens, in_common)
+        return Difference(fmt.name, exact, "identical", tokens, share)
 
     prefix = torch.cat([ids, ids.new_tensor(eager.tokens[:shared])])
     alone = exact_logits(model, prefix)[len(ids) - 1 :].float()
@@ -161,7 +130,7 @@ def compare(model, ids: torch.Tensor, eager: Continuation, fmt, new_tokens: int)
         exact,
         verdict,
         tokens,
-        in_common,
+        share,
         first=shared,
         eager_token=theirs,
         format_token=ours,
@@ -169,13 +138,6 @@ def compare(model, ids: torch.Tensor, eager: Continuation, fmt, new_tokens: int)
         rounding=rounding,
         logit_difference=(read_back - alone[-1]).abs().max().item(),
     )
-
-
-def _common_prefix(a: list[int], b: list[int]):
-    for x, y in zip(a, b, strict=False):
-        if x != y:
-            return
-        yield x
 
 
 def summarise(differences: list[Difference], lengths: list[int]) -> dict:

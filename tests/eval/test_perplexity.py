@@ -79,7 +79,7 @@ def test_nan_logits_are_named_with_their_position(tiny):
             cache.update = poisoned
             return cache
 
-    with pytest.raises(BadInput, match=r"broken: NaN logits at position 20 of the window"):
+    with pytest.raises(BadInput, match=r"broken: NaN logits at position 20 of the context"):
         rows_of(tiny, tokens(), [Broken()], chunk=10)
 
 
