@@ -15,8 +15,7 @@ export HF_HUB_DISABLE_TELEMETRY = 1
 .PHONY: demo test test-oldest lint clean
 
 demo: $(VENV)/.demo
-	HF_HUB_OFFLINE=1 $(BIN)/hf-paged-attention diff --model demo --kv-dtype auto int8 fp8 --max-new-tokens 32
-	HF_HUB_OFFLINE=1 $(BIN)/hf-paged-attention perplexity --model demo --kv-dtype bf16 int8 fp8 --window 512 --max-tokens 1024
+	HF_HUB_OFFLINE=1 $(BIN)/hf-paged-attention demo
 
 test: $(VENV)/.test lint
 	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST)

@@ -9,8 +9,18 @@ from pathlib import Path
 PROGRAMS = {
     "diff": ("scripts.generate_diff", "the same prompts under eager and under the plugin, side by side"),
     "perplexity": ("eval.perplexity", "perplexity and divergence of each cache format on a text"),
+    "retrieval": ("eval.retrieval", "a passkey hidden in filler: which format still finds it"),
+    "generation": ("eval.generation", "continuations and answers under each cache format"),
+    "lm-eval": ("eval.lm_harness", "lm-evaluation-harness with its model on a paged cache"),
+    "plot": ("eval.plot", "quality against bytes a token, of all runs in a folder"),
     "bench": ("scripts.benchmark", "speed and memory against what Transformers has"),
 }
+
+# What `demo` runs, in one process: the model is read once. Both texts are longer than the model's window of 512 tokens.
+DEMO = (
+    "diff --model demo --kv-dtype auto int8 fp8 --max-new-tokens 24",
+    "perplexity --model demo --kv-dtype bf16 int8 fp8 --window 640 --max-windows 1",
+)
 
 
 def programs_folder() -> Path:
@@ -26,6 +36,7 @@ def usage() -> str:
             "usage: hf-paged-attention COMMAND [arguments]",
             "",
             "  info        versions, device, and which backend is usable or why not",
+            "  demo        diff and perplexity on a real model, Gemma 3 270M: minutes on two cores",
             *lines,
             "",
             "hf-paged-attention COMMAND --help says what a command takes.",
@@ -47,6 +58,15 @@ def show_info() -> int:
     return 0
 
 
+def run_demo() -> int:
+    """Run the commands of `DEMO`, each shown before; the exit status is that of the first that fails."""
+    for command in DEMO:
+        print(f"\n$ hf-paged-attention {command}", flush=True)
+        if status := main(command.split()):
+            return status
+    return 0
+
+
 def main(argv: list[str] | None = None) -> int:
     """Run a command; returns the exit status (2: no such command or bad arguments)."""
     command, *rest = (sys.argv[1:] if argv is None else argv) or ["--help"]
@@ -55,8 +75,10 @@ def main(argv: list[str] | None = None) -> int:
         return 0
     if command == "info":
         return show_info()
+    if command == "demo":
+        return run_demo()
     if command not in PROGRAMS:
-        print(f"error: {command!r} is no command; use info, {', '.join(PROGRAMS)}", file=sys.stderr)
+        print(f"error: {command!r} is no command; use info, demo, {', '.join(PROGRAMS)}", file=sys.stderr)
         return 2
     module, _ = PROGRAMS[command]
     sys.path.insert(0, str(programs_folder()))
@@ -65,6 +87,9 @@ def main(argv: list[str] | None = None) -> int:
     except ModuleNotFoundError as error:
         if error.name in ("rich", "datasets", "matplotlib"):
             print(f"error: {command}: needs {error.name}: pip install 'hf-paged-attention[eval]'", file=sys.stderr)
+            return 2
+        if error.name == "lm_eval":
+            print(f"error: {command}: needs a package: pip install lm_eval", file=sys.stderr)
             return 2
         if error.name == module:
             print(f"error: {command}: {module} is not part of this installation", file=sys.stderr)
