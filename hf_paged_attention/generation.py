@@ -13,6 +13,7 @@ from .cache import PagedCache
 from .compat import CACHE_ARGUMENT, attention_configs
 from .graph_decoding import GraphDecoder
 from .log import warn_once
+from .prefill import shared_prefill
 
 _STATE = "_hf_paged_attention"
 
@@ -61,6 +62,7 @@ def enable(
         return original(*args, **kwargs)
 
     model._prepare_cache_for_generation = prepare_cache
+    model._prefill = functools.partial(shared_prefill, model, model._prefill)
     if decode == "graph":
         model.generate = _with_graph_decoding(model, GraphDecoder(model, compile_forward=compile))
     setattr(model, _STATE, before)
@@ -75,7 +77,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     for config, implementation in before:
         config._attn_implementation = implementation
     delattr(model, _STATE)
-    del model._prepare_cache_for_generation
+    del model._prepare_cache_for_generation, model._prefill
     model.__dict__.pop("generate", None)
     return model
 

@@ -29,6 +29,9 @@ class PagedCache(Cache):
         max_blocks: bound of the blocks of one layer; None: as many as memory holds.
         dtype: the dtype in which keys will arrive, for `bytes_per_token` before the first forward pass.
         backend: "auto", or the name of a registered backend.
+        prefix_caching: keep the full blocks of earlier prompts findable by their tokens, also after
+            `reset(keep_prefixes=True)`. `enable(model)` makes `generate` look; without it call `match_prefix`. Sliding
+            layers then keep every block. Least recently used blocks go first when `max_blocks` presses.
         on_unsupported: what to do when the preferred backend cannot run a layer: "warn" (take a slower one, in a log
             line) or "error".
 
@@ -49,6 +52,7 @@ class PagedCache(Cache):
         max_blocks: int | None = None,
         dtype: torch.dtype | None = None,
         backend: str = "auto",
+        prefix_caching: bool = False,
         on_unsupported: str = "warn",
     ):
         format = get_format(kv_dtype)
@@ -60,7 +64,9 @@ class PagedCache(Cache):
         plan = _plan(self.text_config)
         windows = [window for kind, window in plan if kind == "paged"]
         options = Options(backend, on_unsupported)
-        self.sequences = Sequences(self.block_size, set(windows), max_blocks, len(windows), options)
+        self.sequences = Sequences(
+            self.block_size, set(windows), max_blocks, len(windows), options, prefix_caching=prefix_caching
+        )
         layers: list[Any] = []
         for kind, argument in plan:
             if kind == "paged":
@@ -114,11 +120,56 @@ class PagedCache(Cache):
             blocks = table.capacity_for(self.sequences.lengths, tokens)
             layer.storage.ensure(max(blocks, layer.storage.num_blocks), table.pool.max_blocks)
 
-    def reset(self) -> None:
-        """Forget every sequence and give all blocks back."""
-        self.sequences.reset()
-        for layer in self.layers:
+    def reset(self, keep_prefixes: bool = False) -> None:
+        """Forget every sequence and give all blocks back, but those that keep_prefixes=True leaves to be found."""
+        kept = keep_prefixes and self.sequences.prefixes is not None
+        self.sequences.reset(keep_prefixes=kept)
+        for layer in self._others:
             layer.reset()
+        for layer in self._paged:
+            layer.forget(keep_fit=kept)
+
+    @property
+    def can_share_prefixes(self) -> bool:
+        """Whether a row can begin with another's blocks: every layer's past lies in them."""
+        return not self._others
+
+    def match_prefix(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
+        """Begin the sequences with the stored blocks of the longest known beginnings of the prompts.
+
+        input_ids and attention_mask `[B, T]` (left padding allowed), for an empty cache. Returns the number of columns
+        that the cache now holds (0: nothing was known): give the model the rest, as `generate` does by itself. At
+        least one column is left. Raises `ValueError` without `prefix_caching=True` or where the cache is not empty.
+        """
+        index = self.sequences.prefixes
+        if index is None:
+            raise ValueError("match_prefix needs PagedCache(..., prefix_caching=True).")
+        if self.sequences.batch_size is not None:
+            raise ValueError("match_prefix needs an empty cache: call reset(keep_prefixes=True) first.")
+        if not self.can_share_prefixes:
+            return 0
+        prompts, padding = real_tokens(input_ids, attention_mask)
+        found = [index.match(tokens) for tokens in prompts]
+        columns = min(pad + len(blocks) * self.block_size for pad, blocks in zip(padding, found, strict=True))
+        columns = min(columns, input_ids.shape[1] - 1)
+        lengths = [max(0, columns - pad) for pad in padding]
+        if columns <= 0 or not any(lengths):
+            return 0
+        rows = []
+        for blocks, length in zip(found, lengths, strict=True):
+            needed = blocks[: -(-length // self.block_size)]
+            rows.append({window: [by_table[window] for by_table in needed] for window in self.sequences.tables})
+        valid = torch.arange(columns).unsqueeze(0) >= torch.tensor(padding).unsqueeze(1)
+        self.sequences.adopt(rows, lengths, valid)
+        return columns
+
+    def remember(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> None:
+        """Make the full blocks of the present rows findable by their tokens `[B, T]`, T at least what is stored."""
+        if self.sequences.prefixes is None:
+            return
+        prompts, _ = real_tokens(input_ids, attention_mask)
+        for row, tokens in enumerate(prompts):
+            self.sequences.remember(row, tokens)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens of each row.
@@ -205,6 +256,16 @@ class PagedCache(Cache):
             "kv_dtype": self.kv_dtype,
             "block_size": self.block_size,
         }
+
+
+def real_tokens(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[list[list[int]], list[int]]:
+    """The tokens of each row of `[B, T]` behind its left padding, and the length of that padding."""
+    rows = input_ids.tolist()
+    if attention_mask is None:
+        return rows, [0] * len(rows)
+    real = attention_mask[:, : input_ids.shape[1]].bool().cpu()
+    padding = (real.int().cumsum(1) == 0).sum(1).tolist()
+    return [row[pad:] for row, pad in zip(rows, padding, strict=True)], padding
 
 
 def _plan(config: Any) -> list[tuple[str, Any]]:

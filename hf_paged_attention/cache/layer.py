@@ -128,8 +128,11 @@ class PagedLayer(CacheLayerMixin):
         self.sequences.record_past = True
 
     def reset(self) -> None:
+        self.forget()
+
+    def forget(self, keep_fit: bool = False) -> None:
         self._arrived = None
-        if self.storage is not None:
+        if self.storage is not None and not keep_fit:
             self.storage.forget_fit()
 
     # For the attention function ---------------------------------------------------------------------------------------

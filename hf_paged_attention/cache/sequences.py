@@ -14,6 +14,7 @@ import torch
 
 from .batch import ForwardPass
 from .options import Options
+from .prefixes import PrefixIndex
 from .table import BlockTable
 
 if TYPE_CHECKING:
@@ -30,10 +31,14 @@ class Sequences:
         max_blocks: int | None,
         num_layers: int,
         options: Options | None = None,
+        prefix_caching: bool = False,
     ):
         self.options = options or Options()
         self.block_size = block_size
         self.tables = {window: BlockTable(block_size, window, max_blocks) for window in windows}
+        # With an index, sliding layers keep what lies behind their windows: a later prompt may part from this one
+        # there.
+        self.prefixes = PrefixIndex(self.tables, block_size) if prefix_caching else None
         self.record_past = False
         self.num_layers = num_layers
         self._forget()
@@ -105,8 +110,8 @@ class Sequences:
             for table in self.tables.values():
                 table.start(batch_size)
         try:
-            for table in self.tables.values():
-                table.pool.check(table.blocks_needed(self.lengths, query_lens))
+            for window, table in self.tables.items():
+                self._make_room(window, table.blocks_needed(self.lengths, query_lens))
         except Exception:
             if first:
                 self._clear_tables()
@@ -123,6 +128,12 @@ class Sequences:
             self._segments[-1] = (self._segments[-1][0] + width, None)
         else:
             self._segments.append((width, valid))
+
+    def _make_room(self, window: int | None, blocks: int) -> None:
+        pool = self.tables[window].pool
+        if self.prefixes is not None and pool.max_blocks is not None:
+            self.prefixes.evict(window, pool.num_used + blocks - pool.max_blocks)
+        pool.check(blocks)
 
     def _drop_unfinished(self) -> None:
         """Forget the tokens of a pass that did not reach every layer: an exception ended it."""
@@ -197,9 +208,42 @@ class Sequences:
         self.batch_size = len(indices)
         self.current = None
 
-    def reset(self) -> None:
+    def adopt(self, rows: list[dict[int | None, list[int]]], lengths: list[int], valid: torch.Tensor) -> None:
+        """Begin with stored blocks: row r holds `lengths[r]` tokens in the blocks `rows[r]`, by table.
+
+        valid: bool `[len(rows), columns]` on the CPU, whose row r has `lengths[r]` real columns. Replaces the present
+        rows.
+        """
+        for row in rows:
+            for window, blocks in row.items():
+                for block in blocks:
+                    self.tables[window].pool.share(block)
         self._clear_tables()
         self._forget()
+        for window, table in self.tables.items():
+            table.start(len(rows))
+            table.rows = [list(row[window]) for row in rows]
+        self.batch_size, self.lengths = len(rows), list(lengths)
+        self._columns = valid.shape[1]
+        self.progress = [self._columns] * self.num_layers
+        self._segments = [(self._columns, None if valid.all() else valid)]
+        self._release_behind_windows()
+
+    def row_blocks(self, row: int, length: int | None = None) -> dict[int | None, list[int]]:
+        """The blocks of a row's first `length` tokens (all of them if None), by table."""
+        tokens = self.lengths[row] if length is None else length
+        return {window: table.rows[row][: -(-tokens // self.block_size)] for window, table in self.tables.items()}
+
+    def remember(self, row: int, tokens: list[int]) -> None:
+        """Let later prompts find this row's full blocks by its stored `tokens`."""
+        if self.prefixes is not None:
+            self.prefixes.insert(tokens[: self.lengths[row]], self.row_blocks(row))
+
+    def reset(self, keep_prefixes: bool = False) -> None:
+        self._clear_tables()
+        self._forget()
+        if self.prefixes is not None and not keep_prefixes:
+            self.prefixes.clear()
 
     # Parts ----------------------------------------------------------------------------------------------------------
 
@@ -235,6 +279,8 @@ class Sequences:
         return lengths
 
     def _release_behind_windows(self) -> None:
+        if self.prefixes is not None:
+            return
         for table in self.tables.values():
             table.release_behind_window(self.lengths)
 
