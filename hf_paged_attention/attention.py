@@ -16,6 +16,7 @@ from . import step_op  # noqa: F401  registers the operator
 from .backends import Backend, select
 from .cache.layer import PagedLayer, traced
 from .cache.table import to_device
+from .compat import extra_attention_arguments
 from .masks import Bounds, MaskInfo, contiguous_bounds
 from .types import AttentionSpec, BatchMetadata, PagedKV
 
@@ -47,7 +48,7 @@ def paged_attention(
         traced.layer = None
         if layer is None or layer.sequences.device_state is None:
             return _untraced(
-                module, query, key, value, attention_mask, scaling, dropout, sliding_window, softcap, s_aux
+                module, query, key, value, attention_mask, scaling, dropout, sliding_window, softcap, s_aux, **kwargs
             )
     else:
         layer = getattr(key, "paged_layer", None)
@@ -59,6 +60,11 @@ def paged_attention(
         window = info.window
     else:
         window = sliding_window if layer is None or sliding_window is not None else layer.window
+    if layer is not getattr(value, "paged_layer", None):
+        raise NotImplementedError(
+            f"{type(module).__name__} changes {'keys' if layer is None else 'values'} after caching them and before "
+            "attention, which a paged cache cannot follow. Use this family without PagedCache (and without enable)."
+        )
     scale = query.shape[-1] ** -0.5 if scaling is None else float(scaling)
     if layer is None:
         spec = AttentionSpec(scale, window, softcap, s_aux)
@@ -68,7 +74,7 @@ def paged_attention(
 
 
 # Prefill and other caches keep their state on the host, where no compiler can follow: a graph break.
-_untraced = torch.compiler.disable(lambda *arguments: paged_attention(*arguments))
+_untraced = torch.compiler.disable(lambda *arguments, **named: paged_attention(*arguments, **named))
 
 
 def _call_of(layer: PagedLayer, query, scale, window, softcap, sinks) -> tuple[AttentionSpec, Backend]:
@@ -104,6 +110,12 @@ def _refuse(module, query, attention_mask, dropout: float, kwargs: dict[str, Any
             f"attention_mask of shape {tuple(attention_mask.shape)} is not a 2D padding mask [batch, tokens], and "
             f'attn_implementation={NAME!r} cannot express others. Use attn_implementation="sdpa" for it.'
         )
+    unknown = [name for name in extra_attention_arguments(type(module)) if kwargs.get(name) is not None]
+    if unknown:
+        raise NotImplementedError(
+            f"{type(module).__name__} passes {', '.join(unknown)} to attention, which attn_implementation={NAME!r} "
+            'does not compute. Use attn_implementation="eager" for this model.'
+        )
     if getattr(module, "is_causal", True) is False:
         raise NotImplementedError(
             f"{type(module).__name__} is not causal (bidirectional or cross-attention), which "
@@ -120,8 +132,8 @@ def _attend_paged(layer: PagedLayer, query, key, value, attention_mask, call) ->
     spec, backend = call
     batch_size, query_heads, width, _ = query.shape
     step = layer.enter(batch_size, width, lambda: _new_token_mask(attention_mask, width))
-    batch = step.metadata(layer.table, query.device)
-    real = step.real_tokens(query.device)
+    batch = step.metadata(layer.table, query.device, width)
+    real = step.real_tokens(query.device, width)
     if layer.has_arrived:
         layer.store(_flat(key, real), _flat(value, real), step, batch, backend.write)
     out = backend.attend(_flat(query, real), layer.kv(), batch, spec)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import functools
 import inspect
+import sys
 from typing import Any
 
 import transformers
@@ -36,13 +38,45 @@ def known_layer_types() -> tuple[str, ...]:
 
 
 def caches_latents(config: Any) -> bool:
-    """Whether the family keeps compressed latents in the cache and expands them after (MLA since 5.2x).
+    """Whether the family keeps compressed latents in the cache and expands them after (MLA).
 
     Attention then never sees what was cached, so such layers stay as Transformers keeps them.
     """
-    if getattr(config, "kv_lora_rank", None) is None:
-        return False
-    return CACHE_ARGUMENT == "cache"
+    return getattr(config, "kv_lora_rank", None) is not None
+
+
+def cannot_crop(layer: Any) -> str | None:
+    """Why a layer that Transformers keeps cannot take its newest tokens back; None where it can."""
+    if any(getattr(layer, "is_recurrent_states_initialized", {}).values()):
+        return "a recurrent state cannot be taken back"
+    if hasattr(layer, "conv_states") and not layer.record_past:
+        return "activate_past_recording() was not called before the forward passes that are to be undone"
+    return None
+
+
+# Their models index the mask that is made for attention, or compute with it, as [batch, heads, queries, keys].
+_COMPUTE_WITH_THE_MASK = ("deepseek_v4", "doge", "hy_v4")
+
+
+def computes_with_the_mask(config: Any) -> bool:
+    return str(getattr(config, "model_type", "")).startswith(_COMPUTE_WITH_THE_MASK)
+
+
+def slices_the_mask(config: Any) -> bool:
+    """Whether the model cuts old queries off the mask `[batch, heads, queries, keys]` on the way (Gemma 4)."""
+    return bool(getattr(config, "num_kv_shared_layers", None))
+
+
+# The arguments of Transformers' eager attention that `paged_attention` computes too.
+_KNOWN_ARGUMENTS = {"module", "query", "key", "value", "attention_mask", "kwargs"}
+_KNOWN_ARGUMENTS |= {"scaling", "dropout", "sliding_window", "softcap", "s_aux"}
+
+
+@functools.cache
+def extra_attention_arguments(attention: type) -> frozenset[str]:
+    """What a family's own eager attention takes beyond the usual: ignored, results would be wrong without a sign."""
+    own = getattr(sys.modules.get(attention.__module__), "eager_attention_forward", None)
+    return frozenset() if own is None else frozenset(set(inspect.signature(own).parameters) - _KNOWN_ARGUMENTS)
 
 
 def describe_mask_function(mask_function: Any) -> tuple[str, int | None]:

@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .compat import describe_mask_function
+from .compat import computes_with_the_mask, describe_mask_function, slices_the_mask
 
 
 @dataclass(frozen=True)
@@ -22,6 +22,18 @@ class MaskInfo:
     window: int | None
     # One past the column of the newest query among the mask's columns; later columns hold nothing yet (StaticCache).
     kv_end: int
+
+
+class PaddingMask(torch.Tensor):
+    """A padding mask for models that cut queries off a mask `[batch, heads, queries, keys]`: ours has no queries."""
+
+    __torch_function__ = torch._C._disabled_torch_function_impl
+
+    def __getitem__(self, index: Any) -> torch.Tensor:
+        everything = slice(None)
+        if isinstance(index, tuple) and len(index) == 4 and index[0] == index[1] == index[3] == everything:
+            return self
+        return super().__getitem__(index)
 
 
 def paged_mask(
@@ -42,11 +54,28 @@ def paged_mask(
 
     Raises `NotImplementedError` for a pattern other than causal and sliding-window, `ValueError` for a mask too short.
     """
+    config = kwargs.get("config")
     if torch.compiler.is_compiling():
         if q_length == kv_length == 1:
             return None  # a captured decode step of one real token a row; the model's prefill was looked at
         return _untraced(
-            batch_size, q_length, kv_length, q_offset, kv_offset, mask_function, attention_mask, use_vmap, device
+            batch_size,
+            q_length,
+            kv_length,
+            q_offset,
+            kv_offset,
+            mask_function,
+            attention_mask,
+            use_vmap,
+            device,
+            config=config,
+        )
+    if getattr(attention_mask, "paged_info", None) is not None:
+        return attention_mask  # generate made it before the forward pass, for a cache of static shape
+    if computes_with_the_mask(config):
+        raise NotImplementedError(
+            f"Models of type {config.model_type!r} compute with the attention mask itself, [batch, heads, queries, "
+            'keys], which attn_implementation="paged_triton" never makes. Use attn_implementation="eager" for them.'
         )
     kind, window = describe_mask_function(mask_function)
     if kind not in ("causal", "sliding"):
@@ -66,11 +95,13 @@ def paged_mask(
             )
         # A copy, so that what is remembered about it is not remembered about the caller's tensor.
         mask = attention_mask[:, kv_offset : kv_offset + kv_length].bool().clone()
+    if slices_the_mask(config):
+        mask = mask.as_subclass(PaddingMask)
     mask.paged_info = MaskInfo(window, kv_end)
     return mask
 
 
-_untraced = torch.compiler.disable(lambda *arguments: paged_mask(*arguments))
+_untraced = torch.compiler.disable(lambda *arguments, **named: paged_mask(*arguments, **named))
 
 
 @dataclass(frozen=True)

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import torch
 
 from ..types import BatchMetadata
@@ -15,25 +17,46 @@ class ForwardPass:
         self.lengths = lengths  # before the pass
         self.query_lens = query_lens
         self.width = width  # columns a row brings, padding included
-        # Flat indices [N] of the real tokens among batch * width, on the CPU; None when all are real.
-        self.token_index = None if valid is None else valid.flatten().nonzero().squeeze(1)
+        self.valid = valid  # bool [batch, width] on the CPU, False for padding; None when all are real
+        self.entered: set[int] = set()  # layers that have brought their tokens
         self.copies: dict[int | None, list[BlockCopy]] = {}
-        self._metadata: dict[tuple[int | None, torch.device], BatchMetadata] = {}
-        self._token_index: dict[torch.device, torch.Tensor] = {}
+        self._metadata: dict[tuple[int | None, torch.device, int], BatchMetadata] = {}
+        self._token_index: dict[tuple[torch.device, int], torch.Tensor] = {}
 
-    def metadata(self, table: BlockTable, device: torch.device) -> BatchMetadata:
-        key = (table.window, device)
+    def metadata(self, table: BlockTable, device: torch.device, width: int) -> BatchMetadata:
+        """What the kernels are told of the newest `width` columns: those of the pass, or fewer.
+
+        Fewer: layers that only read another layer's keys may skip the prompt's tokens but the last (Gemma 4).
+        """
+        key = (table.window, device, width)
         if key not in self._metadata:
-            self._metadata[key] = self._build(table, device)
+            if width == self.width:
+                self._metadata[key] = self._build(table, device)
+            else:
+                self._metadata[key] = self._newest(self.metadata(table, device, self.width), device, width)
         return self._metadata[key]
 
-    def real_tokens(self, device: torch.device) -> torch.Tensor | None:
-        """`token_index` on `device`."""
-        if self.token_index is None:
+    def real_tokens(self, device: torch.device, width: int) -> torch.Tensor | None:
+        """Flat indices `[N]` of the real tokens among batch * `width`, the newest columns; None when all are real."""
+        if self.valid is None:
             return None
-        if device not in self._token_index:
-            self._token_index[device] = to_device(self.token_index, device)
-        return self._token_index[device]
+        key = (device, width)
+        if key not in self._token_index:
+            newest = self.valid[:, self.width - width :]
+            self._token_index[key] = to_device(newest.flatten().nonzero().squeeze(1), device)
+        return self._token_index[key]
+
+    def _newest(self, batch: BatchMetadata, device: torch.device, width: int) -> BatchMetadata:
+        rows = len(self.query_lens)
+        query_lens = [width] * rows if self.valid is None else self.valid[:, self.width - width :].sum(1).tolist()
+        starts = torch.tensor([0, *query_lens], dtype=torch.int32).cumsum(0, dtype=torch.int32)
+        return replace(
+            batch,
+            query_start_loc=to_device(starts, device),
+            query_lens=query_lens,
+            max_query_len=max(query_lens, default=0),
+            slot_mapping=None,
+        )
 
     def _build(self, table: BlockTable, device: torch.device) -> BatchMetadata:
         seq_lens = [length + new for length, new in zip(self.lengths, self.query_lens, strict=True)]

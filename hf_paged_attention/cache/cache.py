@@ -7,7 +7,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..compat import caches_latents, known_layer_types, layer_types_and_arguments, transformers_layer
+from ..compat import caches_latents, cannot_crop, known_layer_types, layer_types_and_arguments, transformers_layer
 from ..log import info_once
 from .formats import get_format
 from .layer import PagedLayer
@@ -61,7 +61,7 @@ class PagedCache(Cache):
         self.kv_dtype = kv_dtype
         self.dtype = dtype
         self.block_size = block_size or DEFAULT_BLOCK_SIZE
-        plan = _plan(self.text_config)
+        self._plan = plan = _plan(self.text_config)
         windows = [window for kind, window in plan if kind == "paged"]
         options = Options(backend, on_unsupported)
         self.sequences = Sequences(
@@ -124,10 +124,13 @@ class PagedCache(Cache):
         """Forget every sequence and give all blocks back, but those that keep_prefixes=True leaves to be found."""
         kept = keep_prefixes and self.sequences.prefixes is not None
         self.sequences.reset(keep_prefixes=kept)
-        for layer in self._others:
-            layer.reset()
-        for layer in self._paged:
-            layer.forget(keep_fit=kept)
+        for index, layer in enumerate(self.layers):
+            if isinstance(layer, PagedLayer):
+                layer.forget(keep_fit=kept)
+            else:  # a new one: Transformers 5.17 only zeroes what such a layer holds, and its length stays
+                self.layers[index] = transformers_layer(*self._plan[index])
+                if getattr(layer, "record_past", False):
+                    self.layers[index].activate_past_recording()
 
     @property
     def can_share_prefixes(self) -> bool:
@@ -174,11 +177,16 @@ class PagedCache(Cache):
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens of each row.
 
-        Raises `ValueError` for a positive number and `RuntimeError` where a sliding layer no longer has the keys.
+        Raises, changing nothing, `ValueError` for a positive number and `RuntimeError` where a sliding layer no longer
+        has the keys or a linear-attention layer its state.
         """
         tokens_to_remove = int(tokens_to_remove)  # a tensor on transformers 5.17
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number.")
+        for layer in self._others:
+            reason = cannot_crop(layer) if tokens_to_remove else None
+            if reason:
+                raise RuntimeError(f"crop({tokens_to_remove}) on a {type(layer).__name__}: {reason}.")
         self.sequences.crop(-tokens_to_remove)
         for layer in self._others:
             layer.crop(tokens_to_remove)

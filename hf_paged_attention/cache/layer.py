@@ -88,8 +88,8 @@ class PagedLayer(CacheLayerMixin):
             self._check_shape(key_states, value_states)
         self._arrived = key_states
         # The tensor itself says whose it is: that holds under threads, nested models and layers that read another
-        # layer's keys (Gemma 3n), and is lost exactly when a model changes keys after caching them.
-        key_states.paged_layer = self
+        # layer's keys (Gemma 3n), and is lost exactly when a model changes keys or values after caching them.
+        key_states.paged_layer = value_states.paged_layer = self
         return key_states, value_states
 
     def _check_shape(self, key: torch.Tensor, value: torch.Tensor) -> None:

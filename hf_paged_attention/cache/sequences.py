@@ -83,8 +83,10 @@ class Sequences:
         asked once a pass.
         Raises `CacheFullError` and changes nothing if there are not enough blocks.
         """
-        if self.current is not None and self.progress[layer] < self._columns:
+        if self.current is not None and layer not in self.current.entered:
+            self.current.entered.add(layer)
             return self.current
+        # A layer that comes again begins a new pass, also where an exception ended the last one as it was writing.
         self._drop_unfinished()
         if self.batch_size is not None and batch_size != self.batch_size:
             raise ValueError(
@@ -92,6 +94,7 @@ class Sequences:
                 "start over, or batch_repeat_interleave / batch_select_indices to change the rows."
             )
         self._begin(batch_size, width, valid())
+        self.current.entered.add(layer)
         return self.current
 
     def leave(self, layer: int) -> None:
