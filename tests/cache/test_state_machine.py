@@ -1,0 +1,216 @@
+"""Anything that generate does to a cache, in any order, against a plain-Python model.
+
+After every step: a block is free or held, counts match the tables, what is held reads back, outputs are attention over
+the real tokens, and nothing was read before it was written (whatever holds no token is NaN).
+"""
+
+from __future__ import annotations
+
+import copy
+import math
+
+import hypothesis.strategies as st
+import pytest
+import torch
+from hypothesis import HealthCheck, Phase, settings
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from hf_paged_attention import CacheFullError
+from hf_paged_attention.cache.storage import Storage
+from tests.cache.paged_passes import (
+    BLOCK,
+    LAYERS,
+    WINDOW,
+    Interrupted,
+    check_contents,
+    check_counts,
+    expected_outputs,
+    poison,
+    run_pass,
+    small_cache,
+)
+
+MOST_ROWS = 5
+
+
+@pytest.fixture(autouse=True, scope="module")
+def fresh_memory_is_poisoned():
+    """Memory that a pool has just grown by is NaN, not what the allocator happened to find."""
+    ensure = Storage.ensure
+
+    def poisoned(self, num_blocks, limit):
+        before = self.num_blocks
+        ensure(self, num_blocks, limit)
+        kv = self.kv()
+        for memory in (kv.k_pool, kv.v_pool, kv.k_scale, kv.v_scale):
+            if memory is not None and memory.dtype in (torch.float32, torch.bfloat16):
+                memory[before:] = float("nan")
+
+    Storage.ensure = poisoned
+    yield
+    Storage.ensure = ensure
+
+
+class PagedCacheMachine(RuleBasedStateMachine):
+    kv_dtype, tolerance = "auto", 0.0
+
+    @initialize(max_blocks=st.sampled_from([None, None, 14]), record=st.booleans())
+    def start(self, max_blocks, record):
+        self.cache = small_cache(kv_dtype=self.kv_dtype, max_blocks=max_blocks)
+        self.record = record
+        if record:
+            self.cache.activate_past_recording()
+        self.forget()
+
+    def forget(self):
+        self.columns: list[list[int | None]] = []  # every column ever given, a row of the batch each
+        self.recorded = 0  # the newest columns that a crop may still take back for certain
+        self.next_token = 0
+        self.broken = False  # an exception ended the latest pass
+        self.may_break = True  # two broken passes in a row are an error
+
+    @property
+    def rows(self) -> list[list[int]]:
+        return [[token for token in row if token is not None] for row in self.columns]
+
+    def draw_tokens(self, data) -> list[list[int | None]]:
+        batch = len(self.columns) or data.draw(st.integers(1, 3), label="batch")
+        width = data.draw(st.one_of(st.just(1), st.integers(1, 40)), label="width")
+        holes = data.draw(st.sampled_from(["none", "none", "left", "anywhere"]), label="padding")
+        tokens = []
+        for _ in range(batch):
+            if holes == "anywhere":
+                real = data.draw(st.lists(st.booleans(), min_size=width, max_size=width))
+            else:
+                real = [True] * width
+                if holes == "left":
+                    blank = data.draw(st.integers(0, width))
+                    real[:blank] = [False] * blank
+            row = []
+            for is_real in real:
+                row.append(self.next_token if is_real else None)
+                self.next_token += 1
+            tokens.append(row)
+        return tokens
+
+    @rule(data=st.data())
+    def append(self, data):
+        tokens = self.draw_tokens(data)
+        past = self.rows or [[] for _ in tokens]
+        try:
+            got = run_pass(self.cache, tokens)
+        except CacheFullError:
+            self.broken = False
+            return
+        for layer, want in enumerate(expected_outputs(past, tokens)):
+            close = {"atol": 1e-5 + 4 * self.tolerance, "rtol": 1e-5}
+            torch.testing.assert_close(got[layer], want, **close)
+        before = self.columns or [[] for _ in tokens]
+        self.columns = [old + new for old, new in zip(before, tokens, strict=True)]
+        self.recorded = self.recorded + len(tokens[0]) if self.record else 0
+        self.broken, self.may_break = False, True
+
+    @precondition(lambda self: self.may_break)
+    @rule(data=st.data(), layer=st.integers(0, LAYERS - 1), moment=st.sampled_from(["before", "after", "writing"]))
+    def exception_in_a_pass(self, data, layer, moment):
+        with pytest.raises((Interrupted, CacheFullError)):
+            run_pass(self.cache, self.draw_tokens(data), stop_at=(layer, moment))
+        self.broken, self.may_break = True, False
+
+    @rule(data=st.data())
+    def crop(self, data):
+        held = len(self.columns[0]) if self.columns else 0
+        remove = data.draw(st.one_of(st.just(0), st.integers(0, held)), label="remove")
+        try:
+            self.cache.crop(-remove)
+        except RuntimeError:
+            assert remove > self.recorded
+        else:
+            self.columns = [row[: len(row) - remove] for row in self.columns] if remove < held else []
+            self.recorded = 0
+        self.broken = False
+
+    @precondition(lambda self: self.columns)
+    @rule(repeats=st.integers(1, 3))
+    def repeat(self, repeats):
+        if len(self.columns) * repeats <= MOST_ROWS:
+            self.cache.batch_repeat_interleave(repeats)
+            self.columns = [list(row) for row in self.columns for _ in range(repeats)]
+            self.broken = False
+
+    @precondition(lambda self: self.columns)
+    @rule(data=st.data())
+    def reorder(self, data):
+        rows = st.integers(0, len(self.columns) - 1)
+        order = data.draw(st.lists(rows, min_size=len(self.columns), max_size=len(self.columns)))
+        self.cache.reorder_cache(torch.tensor(order))
+        self.columns = [list(self.columns[index]) for index in order]
+        self.broken = False
+
+    @precondition(lambda self: self.columns)
+    @rule(data=st.data())
+    def select(self, data):
+        chosen = data.draw(st.lists(st.booleans(), min_size=len(self.columns), max_size=len(self.columns)).filter(any))
+        self.cache.batch_select_indices(torch.tensor(chosen))
+        self.columns = [row for row, keep in zip(self.columns, chosen, strict=True) if keep]
+        self.broken = False
+
+    @rule()
+    def deep_copy(self):
+        self.cache = copy.deepcopy(self.cache)
+
+    @rule()
+    def reset(self):
+        self.cache.reset()
+        assert all(table.pool.num_used == 0 for table in self.cache.sequences.tables.values())
+        if not self.cache.sequences.record_past and self.record:
+            self.cache.activate_past_recording()
+        self.forget()
+
+    @invariant()
+    def holds_what_it_was_given(self):
+        if not hasattr(self, "cache"):
+            return
+        check_counts(self.cache)
+        assert self.cache.get_seq_length() == (len(self.columns[0]) if self.columns else 0)
+        if self.broken:  # the next step drops what the broken pass left
+            return
+        check_contents(self.cache, self.rows, self.tolerance)
+        sliding = self.cache.sequences.tables[WINDOW]
+        if not self.record:
+            bound = math.ceil(WINDOW / BLOCK) + 1
+            assert all(sum(block >= 0 for block in row) <= bound for row in sliding.rows)
+        poison(self.cache)
+
+
+class Int8CacheMachine(PagedCacheMachine):
+    kv_dtype, tolerance = "int8", 0.06
+
+
+class Fp8CacheMachine(PagedCacheMachine):
+    kv_dtype, tolerance = "fp8", 0.15
+
+
+SETTINGS = settings(
+    max_examples=60,
+    stateful_step_count=25,
+    deadline=None,
+    derandomize=True,
+    print_blob=False,
+    suppress_health_check=list(HealthCheck),
+    phases=[Phase.explicit, Phase.generate],  # shrinking takes minutes; leave `phases` out to have it
+)
+TestPagedCache = PagedCacheMachine.TestCase
+TestPagedCache.settings = SETTINGS
+TestInt8Cache = Int8CacheMachine.TestCase
+TestInt8Cache.settings = settings(SETTINGS, max_examples=15)
+TestFp8Cache = Fp8CacheMachine.TestCase
+TestFp8Cache.settings = settings(SETTINGS, max_examples=15)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("machine", [PagedCacheMachine, Int8CacheMachine, Fp8CacheMachine])
+def test_many_more_steps(machine):
+    from hypothesis.stateful import run_state_machine_as_test
+
+    run_state_machine_as_test(machine, settings=settings(SETTINGS, max_examples=400, stateful_step_count=50))
