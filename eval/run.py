@@ -40,7 +40,8 @@ class Run:
 
     def load(self, on: str):
         """(model, tokenizer); `on` says what it is measured on."""
-        self.say(f"{self.args.model}, {self.dtype} on {self.device}, {on}")
+        processes = f" in {self.shards.count} processes" if self.shards.count > 1 else ""
+        self.say(f"{self.args.model}, {self.dtype} on {self.device}{processes}, {on}")
         return models.load(self.args.model, self.device, self.dtype, self.args.key_outliers)
 
     def records(
@@ -84,11 +85,12 @@ class Run:
         return [gathered[index] for index in range(len(pieces))]
 
     def finish(self, title: str, rows: list[dict], columns: Sequence[report.Column], **more: Any) -> None:
-        """Write and show the results, and forget what was kept against a stop."""
-        if not self.shards.is_main:
-            return
-        more["processes"] = self.shards.count
-        report.write(self.path, self.evaluation, self.settings, models.device_name(self.device), rows, columns, **more)
-        self._kept.remove()
-        self.console.print(report.terminal_table(title, rows, columns))
-        self.say(f"written: {self.path} and {self.path.with_suffix('.md').name}")
+        """Write and show the results, forget what was kept against a stop, and take leave of the other processes."""
+        if self.shards.is_main:
+            device = models.device_name(self.device)
+            more["processes"] = self.shards.count
+            report.write(self.path, self.evaluation, self.settings, device, rows, columns, **more)
+            self._kept.remove()
+            self.console.print(report.terminal_table(title, rows, columns))
+            self.say(f"written: {self.path} and {self.path.with_suffix('.md').name}")
+        self.shards.close()

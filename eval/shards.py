@@ -42,3 +42,9 @@ class Shards:
             if message:
                 raise BadInput(message)
         return [result for share, _ in everything for result in share]
+
+    def close(self) -> None:
+        """Wait for the others and take leave: a process that just ends can make one that still listens to it abort."""
+        if self.count > 1:
+            self.state.wait_for_everyone()
+            self.state.destroy_process_group()

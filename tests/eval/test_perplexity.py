@@ -195,6 +195,92 @@ def test_a_column_that_is_not_there(tiny_folder, tmp_path, capsys):
     assert "title, body" in capsys.readouterr().err
 
 
+def test_a_dataset_that_cannot_be_reached(tiny_folder, capsys, monkeypatch):
+    datasets = pytest.importorskip("datasets")
+
+    def unreachable(*arguments, **keywords):
+        raise ConnectionError("Couldn't reach the hub (no route to host)")
+
+    monkeypatch.setattr(datasets, "load_dataset", unreachable)
+    assert perplexity.main(["--model", tiny_folder, "--dataset", "wikitext-2"]) == 2
+    (line,) = capsys.readouterr().err.strip().splitlines()
+    assert line.startswith("error: --dataset wikitext-2 (config wikitext-2-raw-v1, split test): cannot be loaded")
+    assert "--text-file" in line
+
+
+@pytest.mark.parametrize(
+    ("refusal", "message"),
+    [
+        (NotImplementedError("fp8 needs a device that has it"), "fp8 needs a device that has it"),
+        (torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 2 GiB. GPU 0 has"), "CUDA out of memory"),
+        (
+            RuntimeError("[enforce fail]\nDefaultCPUAllocator: can't allocate memory: you tried"),
+            "can't allocate memory",
+        ),
+        (hf_paged_attention.CacheFullError("2 blocks are needed and 1 is free."), "1 is free"),
+    ],
+)
+def test_a_format_that_the_device_cannot_hold(tiny, refusal, message):
+    class Refused(Exact):
+        name = "refused"
+
+        def new_cache(self, model):
+            cache = super().new_cache(model)
+
+            def update(*arguments, **keywords):
+                raise refusal
+
+            cache.update = update
+            return cache
+
+    with pytest.raises(BadInput, match="--kv-dtype refused: ") as caught:
+        rows_of(tiny, tokens(), [Refused()])
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_a_fault_is_not_taken_for_bad_input(tiny):
+    class Faulty(Exact):
+        def new_cache(self, model):
+            raise RuntimeError("shapes do not match")
+
+    with pytest.raises(RuntimeError, match="shapes do not match"):
+        rows_of(tiny, tokens(), [Faulty()])
+
+
+def test_key_outliers_leave_the_function_as_it_was(tiny_folder):
+    from eval import models
+
+    plain, _ = models.load(tiny_folder, torch.device("cpu"), torch.float32)
+    spiked, _ = models.load(tiny_folder, torch.device("cpu"), torch.float32, 30.0)
+    plain.set_attn_implementation("eager")
+    with torch.no_grad():
+        torch.testing.assert_close(spiked(tokens()[None]).logits, plain(tokens()[None]).logits, atol=1e-3, rtol=1e-3)
+    keys = [model.model.layers[0].self_attn.k_proj.weight.view(2, 16, -1).norm(dim=-1) for model in (spiked, plain)]
+    ratio = (keys[0] / keys[1]).round(decimals=3)
+    assert ratio[:, [7, 15]].unique().tolist() == [30.0]
+    assert ratio[:, [0, 6, 8, 14]].unique().tolist() == [1.0]
+
+
+def test_key_outliers_are_refused_where_keys_are_normed(tmp_path):
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    from eval.outliers import add_key_outliers
+
+    config = AutoConfig.for_model(
+        "qwen3", vocab_size=32, hidden_size=32, intermediate_size=32, num_hidden_layers=1, num_attention_heads=2
+    )
+    with pytest.raises(BadInput, match="--key-outliers 30"):
+        add_key_outliers(AutoModelForCausalLM.from_config(config), 30.0)
+
+
+def test_max_windows_is_a_number_of_whole_windows(tiny_folder, tmp_path, text):
+    asked = ["--text-file", text, "--window", "64", "--kv-dtype", "int8", "--max-windows", "3"]
+    _, document = run(tiny_folder, tmp_path, *asked)
+    assert document["windows"] == 3
+    assert document["scored_tokens"] == 3 * 63
+
+
 def test_an_encoder_decoder_is_refused(tmp_path, capsys):
     from transformers import T5Config
 
