@@ -10,6 +10,7 @@ JSON, a panel a format, the exact model first.
 """
 
 import argparse
+import importlib.util
 import random
 import sys
 from dataclasses import dataclass
@@ -132,7 +133,7 @@ def summarise(records: list[dict], cells: list[Cell]) -> list[dict]:
 @answers_bad_input
 def main(argv: list[str] | None = None) -> int:
     args = arguments(argv)
-    from eval import figures, models
+    from eval import models
     from eval.run import Run
 
     run = Run("retrieval", args)
@@ -153,9 +154,12 @@ def main(argv: list[str] | None = None) -> int:
     records = run.records(cells, measure, lambda cell: f"length {cell.length}, depth {cell.depth:g} %")
     rows = summarise(records, cells)
     run.finish(f"{len(cells)} passkeys", rows, COLUMNS, questions=len(cells))
-    if run.shards.is_main:
-        image = figures.heat_maps(rows, run.path.with_suffix(".png"), args.model)
-        run.say(f"drawn: {image}")
+    if importlib.util.find_spec("matplotlib") is None:
+        run.say("no heat map: it needs a package: pip install 'hf-paged-attention[eval]'")
+    elif run.shards.is_main:
+        from eval import figures
+
+        run.say(f"drawn: {figures.heat_maps(rows, run.path.with_suffix('.png'), args.model)}")
     return 0
 
 

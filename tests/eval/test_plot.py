@@ -15,6 +15,7 @@ def document(evaluation, **results):
 
 
 def test_all_runs_are_drawn(tmp_path, capsys):
+    pytest.importorskip("matplotlib")
     perplexity = document(
         "perplexity",
         auto=(1000, {"kl_mean": 0.0, "kl_mean_error": 0.0}),

@@ -46,6 +46,7 @@ def short(monkeypatch):
 
 @pytest.mark.usefixtures("short")
 def test_a_run_leaves_json_markdown_and_a_heat_map(tiny_folder, tmp_path):
+    pytest.importorskip("matplotlib")
     asked = ["--lengths", "128", "64", "--depths", "3", "--trials", "2", "--kv-dtype", "auto", "int8"]
     status, document = run(tiny_folder, tmp_path, *asked)
     assert status == 0
