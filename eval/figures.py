@@ -65,29 +65,44 @@ def heat_maps(rows: list[dict], path: Path, title: str) -> Path:
 
 
 def quality(runs: Sequence[dict], path: Path) -> Path:
-    """Each run's formats by their bytes a token, a line a run, a panel a measure that any of the runs has."""
+    """Each run's formats by their bytes a token, a colour a run, a panel a measure that any of the runs has."""
     drawn = [panel for panel in PANELS if any(_points(run, panel) for run in runs)]
     figure, axes = plt.subplots(1, len(drawn), figsize=(6.2 * len(drawn), 4.6), squeeze=False, layout="constrained")
     for axis, panel in zip(axes[0], drawn, strict=True):
+        sizes = set()
         for number, run in enumerate(run for run in runs if _points(run, panel)):
             points = sorted(_points(run, panel))
-            axis.errorbar(
+            heights = [max(y, FLOOR) if panel.logarithmic else y for _, y, *_ in points]
+            line = axis.errorbar(
                 [x for x, *_ in points],
-                [max(y, FLOOR) if panel.logarithmic else y for _, y, *_ in points],
+                heights,
                 yerr=[error or 0 for _, _, error, _ in points] if panel.error else None,
                 marker="osD^v<>P"[number % 8],
-                linestyle=":",
-                capsize=2,
+                markerfacecolor="none",
+                linestyle="none",
+                capsize=3,
                 label=_name(run),
             )
-            for x, y, _, name in points:
-                y = max(y, FLOOR) if panel.logarithmic else y
-                axis.annotate(name, (x, y), xytext=(5, 4), textcoords="offset points", fontsize=8)
+            # Runs of one model differ by little: each writes its labels in its own place and colour.
+            offset = ((8, 6), (8, -12), (-8, 6), (-8, -12))[number % 4]
+            for (x, _, _, name), y in zip(points, heights, strict=True):
+                axis.annotate(
+                    name,
+                    (x, y),
+                    xytext=offset,
+                    textcoords="offset points",
+                    ha="left" if offset[0] > 0 else "right",
+                    fontsize=8,
+                    color=line[0].get_color(),
+                )
+                sizes.add(x)
         if panel.logarithmic:
             axis.set_yscale("log")
             axis.set_ylim(bottom=FLOOR / 2)
         axis.set_xscale("log", base=2)
-        axis.xaxis.set_major_formatter(matplotlib.ticker.FuncFormatter(lambda x, _: f"{x:,.0f}"))
+        axis.margins(x=0.15, y=0.1)
+        axis.set_xticks(sorted(sizes), [f"{size:,}" for size in sorted(sizes)], rotation=45, ha="right", fontsize=8)
+        axis.minorticks_off()
         axis.set_xlabel("bytes a token, all layers")
         axis.set_ylabel(panel.label)
         axis.grid(alpha=0.3)

@@ -1,4 +1,4 @@
-"""Quality against bytes a token: every run in a folder in one picture, a panel a measure and a line a run.
+"""Quality against bytes a token: every run in a folder in one picture, a panel a measure and a colour a run.
 
     python eval/plot.py results --out results/quality.png
 
