@@ -37,3 +37,9 @@ def _take_for_graph(count: int, device: torch.device) -> torch.Tensor:
         return torch.zeros(count, dtype=torch.int32, device=device)
     _for_graphs[device][1] = used + count
     return zeros[used : used + count]
+
+
+def forget_graphs() -> None:
+    """Give the counters of captured graphs out again: for a program that has dropped every graph it captured."""
+    for counters in _for_graphs.values():
+        counters[1] = 0

@@ -11,11 +11,13 @@ import triton
 import triton.language as tl
 
 from .checks import check_attention, strides_or_zeros
-from .convert import FLOAT, dot_dtypes, pool_bytes, pool_factor, pool_format
+from .convert import ASSEMBLY, FLOAT, dot_dtypes, pool_bytes, pool_factor, pool_format
 from .counters import take_counters
 from .launch import DecodePlan, plan_decode
 from .merge import merge_partials
+from .pool_descriptors import pool_matrix
 from .softmax import LN_2, LOG2_E, attend_tiles
+from .transposed import attend_tiles_transposed, query_columns
 
 
 @triton.jit
@@ -51,7 +53,7 @@ def store_rows(
         tl.store(lse_ptr + heads * stride_lse_head, lse, mask=row_held)
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_requests", "split_programs", "min_tiles"])
 def _decode_kernel(
     query_ptr,
     k_ptr,
@@ -70,6 +72,8 @@ def _decode_kernel(
     table_ptr,
     kv_start_ptr,
     num_requests,
+    split_programs,
+    min_tiles,
     scale,
     softcap,
     out_factor,
@@ -94,14 +98,24 @@ def _decode_kernel(
     stride_lse_token,
     stride_lse_head,
     stride_table,
+    k_desc,
+    v_desc,
+    k_head_rows,
+    k_block_rows,
+    v_head_rows,
+    v_block_rows,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     WINDOW: tl.constexpr,
     FORMAT: tl.constexpr,
     PAGE: tl.constexpr,
-    PROGRAMS: tl.constexpr,
-    MIN_TILES: tl.constexpr,
+    TRANSPOSED: tl.constexpr,
+    BYTES: tl.constexpr,
+    PIECES: tl.constexpr,
+    SLOTS: tl.constexpr,
+    VALUES_BY_SLOT: tl.constexpr,
+    NEGATED: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -116,14 +130,15 @@ def _decode_kernel(
     program = tl.program_id(1)
     kv_heads = tl.num_programs(0)
 
-    # Every split has the same number of tiles, whatever its request's length: one long request among short ones is
-    # spread over the SMs. Each program repeats this small count: it is cheaper than a launch, and no host knows them.
+    # Every split has about the same number of tiles, whatever its request's length: one long request among short ones
+    # is spread over the SMs. Each program repeats this small count: cheaper than a launch, and no host knows them.
+    # An eighth more than that is borne, so that a request just too long for one split does not become two.
     requests = tl.arange(0, BLOCK_R)
     held = requests < num_requests
     lens = tl.load(seq_lens_ptr + requests, mask=held, other=0)
     _, _, tiles = key_tiles(lens, kv_start_ptr, requests, held, WINDOW, BLOCK_N)
-    split_tiles = tl.maximum(tl.cdiv(tl.sum(tiles, 0), PROGRAMS), MIN_TILES)
-    splits = tl.where(held, tl.maximum(tl.cdiv(tiles, split_tiles), 1), 0)
+    split_tiles = tl.maximum(tl.cdiv(tl.sum(tiles, 0), split_programs), min_tiles)
+    splits = tl.where(held, tl.maximum(tl.cdiv(tiles, split_tiles + split_tiles // 8), 1), 0)
     last_program = tl.cumsum(splits, 0)
     request = tl.sum((last_program <= program).to(tl.int32), 0)
     if request >= num_requests:
@@ -133,8 +148,9 @@ def _decode_kernel(
 
     seq_len = tl.load(seq_lens_ptr + request)
     first_key, first_tile, num_tiles = key_tiles(seq_len, kv_start_ptr, request, True, WINDOW, BLOCK_N)
-    low = first_tile + (program - first_program) * split_tiles
-    high = tl.minimum(low + split_tiles, first_tile + num_tiles)
+    split = program - first_program
+    low = first_tile + split * (num_tiles // num_splits) + tl.minimum(split, num_tiles % num_splits)
+    high = low + num_tiles // num_splits + (split < num_tiles % num_splits).to(tl.int32)
 
     rows = tl.arange(0, BLOCK_M)
     row_held = rows < GROUP
@@ -151,14 +167,26 @@ def _decode_kernel(
     if key_factor_ptr is not None:
         factor = tl.load(key_factor_ptr + kv_head * D + d, mask=d < D, other=0.0)
         q = q.to(tl.float32) * factor[None, :]
-    q = q.to(KEY_DTYPE)
+    if NEGATED:
+        q = -q
+    if BYTES:
+        q, q_factor = query_columns(q, FORMAT, PIECES, SLOTS, BLOCK_M, BLOCK_D)
+    else:
+        q_factor = None
+        q = q.to(KEY_DTYPE)
+        if TRANSPOSED:
+            q = tl.trans(q)
 
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
-    if sinks_ptr is not None and program == first_program:
+    if sinks_ptr is not None and split == 0:
         row_max = tl.load(sinks_ptr + heads, mask=row_held, other=0.0).to(tl.float32) * LOG2_E
         row_sum = tl.full([BLOCK_M], 1.0, tl.float32)
-    acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
+    if TRANSPOSED:
+        acc = tl.zeros([BLOCK_DV, BLOCK_M], tl.float32)
+        row_sum = tl.where(tl.arange(0, BLOCK_N)[:, None] == 0, row_sum[None, :], 0.0)
+    else:
+        acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
 
     k_ptr += kv_head.to(tl.int64) * stride_k_head
     v_ptr += kv_head.to(tl.int64) * stride_v_head
@@ -170,7 +198,9 @@ def _decode_kernel(
     # Only the request's first and last tiles hold keys that the query must not see.
     full_low = tl.minimum(tl.maximum(low, tl.cdiv(first_key, BLOCK_N)), tl.maximum(low, high))
     full_high = tl.maximum(tl.minimum(high, seq_len // BLOCK_N), full_low)
-    for phase in tl.static_range(3):
+    # Without a window or a first key only the last tile does, and there is no code for a first.
+    first_phase: tl.constexpr = 0 if WINDOW > 0 or kv_start_ptr is not None else 1
+    for phase in tl.static_range(first_phase, 3):
         if phase == 0:
             phase_low = low
             phase_high = full_low
@@ -180,46 +210,106 @@ def _decode_kernel(
         else:
             phase_low = full_high
             phase_high = high
-        acc, row_max, row_sum = attend_tiles(
-            acc,
-            row_max,
-            row_sum,
-            q,
-            row_pos,
-            phase_low,
-            phase_high,
-            first_key,
-            seq_len,
-            k_ptr,
-            v_ptr,
-            k_scale_ptr,
-            v_scale_ptr,
-            table_ptr,
-            scale,
-            softcap,
-            stride_k_block,
-            stride_k_slot,
-            stride_k_d,
-            stride_v_block,
-            stride_v_slot,
-            stride_v_d,
-            stride_ks_block,
-            stride_ks_slot,
-            stride_vs_block,
-            stride_vs_slot,
-            D,
-            DV,
-            0,
-            FORMAT,
-            PAGE,
-            BLOCK_N,
-            BLOCK_D,
-            BLOCK_DV,
-            phase != 1,
-            VALUE_DTYPE,
-        )
+        if TRANSPOSED:
+            acc, row_max, row_sum = attend_tiles_transposed(
+                acc,
+                row_max,
+                row_sum,
+                q,
+                q_factor,
+                phase_low,
+                phase_high,
+                first_key,
+                seq_len,
+                k_ptr,
+                v_ptr,
+                k_scale_ptr,
+                v_scale_ptr,
+                table_ptr,
+                scale,
+                softcap,
+                stride_k_block,
+                stride_k_slot,
+                stride_k_d,
+                stride_v_block,
+                stride_v_slot,
+                stride_v_d,
+                stride_ks_block,
+                stride_ks_slot,
+                stride_vs_block,
+                stride_vs_slot,
+                k_desc,
+                v_desc,
+                kv_head * k_head_rows,
+                kv_head * v_head_rows,
+                k_block_rows,
+                v_block_rows,
+                D,
+                DV,
+                FORMAT,
+                PAGE,
+                BLOCK_N,
+                BLOCK_D,
+                BLOCK_DV,
+                phase != 1,
+                VALUE_DTYPE,
+                BYTES,
+                PIECES,
+                SLOTS,
+                BLOCK_M,
+                VALUES_BY_SLOT,
+            )
+        else:
+            acc, row_max, row_sum = attend_tiles(
+                acc,
+                row_max,
+                row_sum,
+                q,
+                row_pos,
+                phase_low,
+                phase_high,
+                first_key,
+                seq_len,
+                k_ptr,
+                v_ptr,
+                k_scale_ptr,
+                v_scale_ptr,
+                table_ptr,
+                scale,
+                softcap,
+                stride_k_block,
+                stride_k_slot,
+                stride_k_d,
+                stride_v_block,
+                stride_v_slot,
+                stride_v_d,
+                stride_ks_block,
+                stride_ks_slot,
+                stride_vs_block,
+                stride_vs_slot,
+                None,
+                None,
+                0,
+                0,
+                0,
+                0,
+                D,
+                DV,
+                0,
+                FORMAT,
+                PAGE,
+                BLOCK_N,
+                BLOCK_D,
+                BLOCK_DV,
+                phase != 1,
+                VALUE_DTYPE,
+                False,
+            )
+    if TRANSPOSED:
+        row_sum = tl.sum(row_sum, 0)
+        acc = tl.trans(acc)
     total = tl.where(row_sum == 0.0, 1.0, row_sum)
-    acc = acc * (out_factor / total)[:, None]
+    acc = acc * ((1.0 if BYTES else out_factor) / total)[:, None]
     lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(total)) * LN_2)
     out_ptr += token * stride_out_token
     if lse_ptr is not None:
@@ -311,16 +401,25 @@ def decode_attention(
         return out
     if plan is None:
         plan = plan_decode(shape, max_seq_len=max_seq_len, window=window)
-    k_bytes, v_bytes = pool_bytes(k_pool), pool_bytes(v_pool)
-    factor = pool_factor(k_pool.dtype)
+    plan = plan.for_call(shape, values_by_slot=v_pool.stride(1) == 1, whole_pages=shape.page == k_pool.shape[1])
+    k_matrix = v_matrix = None
+    block_d, block_dv = triton.next_power_of_2(shape.head_dim), triton.next_power_of_2(shape.value_dim)
+    as_bytes = plan.products == "bytes"
+    k_elements, v_elements = (
+        (k_pool, v_pool) if as_bytes and ASSEMBLY.value else (pool_bytes(k_pool), pool_bytes(v_pool))
+    )
+    if plan.descriptors:
+        k_matrix = pool_matrix(k_elements, keys=plan.block_n, channels=block_d)
+        v_matrix = pool_matrix(v_elements, keys=plan.block_n, channels=block_dv)
+    factor = 1.0 if as_bytes else pool_factor(k_pool.dtype)
     key_dtype, value_dtype = dot_dtypes(query.dtype, k_pool.dtype)
     programs = plan.programs + shape.requests
     partial_out = query.new_empty(programs, shape.query_heads, shape.value_dim, dtype=torch.float32)
     partial_lse = query.new_empty(programs, shape.query_heads, dtype=torch.float32)
     _decode_kernel[(shape.kv_heads, programs)](
         query,
-        k_bytes,
-        v_bytes,
+        k_elements,
+        v_elements,
         k_scale,
         v_scale,
         key_factor,
@@ -335,33 +434,45 @@ def decode_attention(
         block_table,
         kv_start,
         shape.requests,
-        scale * factor * (1.0 if softcap else LOG2_E.value),
+        plan.programs,
+        plan.min_tiles,
+        abs(scale) * factor * (1.0 if softcap else LOG2_E.value),
         softcap,
         factor,
         query.stride(0),
         query.stride(1),
-        *k_bytes.stride(),
-        *v_bytes.stride(),
+        *k_elements.stride(),
+        *v_elements.stride(),
         *strides_or_zeros(k_scale, 3),
         *strides_or_zeros(v_scale, 3),
         out.stride(0),
         out.stride(1),
         *strides_or_zeros(lse, 2),
         block_table.stride(0),
+        k_matrix.descriptor if k_matrix else None,
+        v_matrix.descriptor if v_matrix else None,
+        k_matrix.rows_a_head if k_matrix else 0,
+        k_matrix.rows_a_block if k_matrix else 0,
+        v_matrix.rows_a_head if v_matrix else 0,
+        v_matrix.rows_a_block if v_matrix else 0,
         GROUP=shape.group,
         D=shape.head_dim,
         DV=shape.value_dim,
         WINDOW=window or 0,
         FORMAT=pool_format(k_pool.dtype).value,
         PAGE=shape.page,
-        PROGRAMS=plan.programs,
-        MIN_TILES=plan.min_tiles,
-        BLOCK_R=triton.next_power_of_2(shape.requests),
+        TRANSPOSED=plan.products != "rows",
+        BYTES=as_bytes,
+        PIECES=plan.pieces,
+        SLOTS=plan.slots,
+        VALUES_BY_SLOT=v_pool.stride(1) == 1,
+        NEGATED=scale < 0,
+        BLOCK_R=1 if shape.requests == 1 else max(16, triton.next_power_of_2(shape.requests)),
         BLOCK_G=triton.next_power_of_2(shape.group),
-        BLOCK_M=max(16, triton.next_power_of_2(shape.group)),
+        BLOCK_M=plan.query_rows(shape.group),
         BLOCK_N=plan.block_n,
-        BLOCK_D=triton.next_power_of_2(shape.head_dim),
-        BLOCK_DV=triton.next_power_of_2(shape.value_dim),
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
         BLOCK_S=plan.merge_splits,
         KEY_DTYPE=key_dtype,
         VALUE_DTYPE=value_dtype,

@@ -1,9 +1,10 @@
 """Launch choices: given shapes, lengths and the GPU, the tile, warps, stages and splits of each kernel.
 
 Pure functions of their arguments, so that a plan can be tested and printed; nothing is timed in a user's process.
+`DECODE` and `UNIFIED` are the measured table; `python scripts/tune.py --write` regenerates a GPU class's part of it.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from functools import lru_cache
 
 import torch
@@ -37,19 +38,25 @@ def gpu_of(device: torch.device) -> Gpu:
 
 @dataclass(frozen=True)
 class UnifiedPlan:
-    """block_m rows (tokens x group) and block_n keys a tile."""
+    """block_m rows (tokens x group) and block_n keys a tile.
+
+    descriptors: tiles through the copy engine, where a page holds a tile and the pool has a matrix.
+    """
 
     block_m: int
     block_n: int
     num_warps: int
     num_stages: int
+    descriptors: bool = False
 
 
 @dataclass(frozen=True)
 class DecodePlan:
     """block_n keys a tile; about `programs` splits a KV head over all requests, of at least `min_tiles` tiles each.
 
-    merge_splits partial outputs are merged at a time.
+    merge_splits partial outputs are merged at a time. products: which operand of the two products is the left one,
+    "rows" (the query's), "keys" (keys and values), or "bytes" (keys and values as the 8 bits they are stored in, the
+    query and the probabilities in that many 8-bit `pieces`). descriptors: tiles through the copy engine.
     """
 
     block_n: int
@@ -58,22 +65,134 @@ class DecodePlan:
     programs: int
     min_tiles: int
     merge_splits: int = 8
+    products: str = "rows"
+    pieces: int = 2
+    descriptors: bool = False
+
+    @property
+    def slots(self) -> int:
+        """Columns of the right operand a head."""
+        return 2 if self.pieces == 2 else 4
+
+    def query_rows(self, group: int) -> int:
+        """Rows of the query tile, or columns of it transposed: 16 at least, which "bytes" fills with pieces."""
+        least = 16 // self.slots if self.products == "bytes" else 16
+        return max(least, triton.next_power_of_2(group))
+
+    def for_call(self, shape: AttentionShape, *, values_by_slot: bool, whole_pages: bool) -> "DecodePlan":
+        """This plan, with the products and loads that the call's tensors allow.
+
+        values_by_slot: the slots of a page of values follow one another. whole_pages: a page is block_size slots.
+        """
+        products = self.products
+        eight_bit = shape.query_dtype.itemsize == 2 or triton.knobs.runtime.interpret
+        large = min(shape.head_dim, shape.value_dim) >= 32 and self.block_n >= 32
+        if products == "bytes" and not (shape.quantized and eight_bit and values_by_slot and large):
+            products = "rows"
+        if products != "rows" and (not whole_pages or replace(self, products=products).query_rows(shape.group) > 32):
+            products = "rows"
+        descriptors = self.descriptors and products != "rows" and shape.page >= self.block_n
+        return replace(self, products=products, descriptors=descriptors)
 
 
 @dataclass(frozen=True)
 class WritePlan:
-    """block_rows (token, head) rows a program."""
+    """block_rows rows a program: of (token, head), or tokens of one head where values are transposed in their page."""
 
     block_rows: int
     num_warps: int
 
 
-def tile_bytes(block_m: int, block_n: int, stages: int, shape: AttentionShape) -> int:
+@dataclass(frozen=True)
+class DecodeChoice:
+    """A row of the table: a `DecodePlan` without its splits, and how many programs an SM should get."""
+
+    block_n: int
+    num_warps: int
+    num_stages: int
+    programs_per_sm: int
+    min_tiles: int
+    products: str
+    pieces: int
+    descriptors: bool
+
+
+# Both are keyed by GPU class, then (how keys are stored: "16-bit", "int8" or "fp8"; largest head_dim), smallest first.
+# "hopper" by scripts/tune.py on an H200; "ada" and "ampere" by reasoning: about 100 and 164 kB of shared memory a
+# block, no wide tensor cores and no copy engine, so the query's rows stay the left operand.
+# begin table
+DECODE: dict[str, dict[tuple[str, int], DecodeChoice]] = {
+    "hopper": {
+        ("16-bit", 64): DecodeChoice(64, 4, 4, 4, 2, "keys", 2, False),
+        ("16-bit", 128): DecodeChoice(64, 4, 3, 2, 2, "keys", 2, False),
+        ("16-bit", 256): DecodeChoice(32, 4, 3, 2, 2, "rows", 2, False),
+        ("int8", 64): DecodeChoice(128, 4, 3, 4, 1, "bytes", 2, False),
+        ("int8", 128): DecodeChoice(64, 4, 3, 4, 2, "bytes", 2, False),
+        ("int8", 256): DecodeChoice(64, 4, 3, 2, 2, "bytes", 2, False),
+        ("fp8", 64): DecodeChoice(128, 4, 3, 4, 1, "bytes", 3, False),
+        ("fp8", 128): DecodeChoice(64, 4, 3, 4, 2, "bytes", 3, False),
+        ("fp8", 256): DecodeChoice(64, 4, 3, 2, 2, "bytes", 3, False),
+    },
+    "ampere": {
+        ("16-bit", 128): DecodeChoice(64, 4, 3, 2, 2, "rows", 2, False),
+        ("16-bit", 256): DecodeChoice(32, 4, 3, 2, 2, "rows", 2, False),
+        ("int8", 128): DecodeChoice(64, 4, 3, 3, 2, "rows", 2, False),
+        ("fp8", 128): DecodeChoice(64, 4, 3, 3, 2, "rows", 2, False),
+    },
+    "ada": {
+        ("16-bit", 128): DecodeChoice(32, 4, 3, 2, 4, "rows", 2, False),
+        ("16-bit", 256): DecodeChoice(16, 4, 3, 2, 4, "rows", 2, False),
+        ("int8", 128): DecodeChoice(64, 4, 2, 2, 2, "rows", 2, False),
+        ("fp8", 128): DecodeChoice(64, 4, 2, 2, 2, "rows", 2, False),
+    },
+}
+UNIFIED: dict[str, dict[tuple[str, int], UnifiedPlan]] = {
+    "hopper": {
+        ("16-bit", 128): UnifiedPlan(128, 64, 4, 2, True),
+        ("16-bit", 256): UnifiedPlan(128, 64, 8, 2, True),
+        ("int8", 128): UnifiedPlan(128, 64, 8, 3, True),
+        ("int8", 256): UnifiedPlan(128, 32, 8, 2, True),
+        ("fp8", 128): UnifiedPlan(128, 64, 8, 3, True),
+        ("fp8", 256): UnifiedPlan(128, 32, 8, 2, True),
+    },
+    "ampere": {
+        ("16-bit", 128): UnifiedPlan(128, 64, 8, 2, False),
+        ("16-bit", 256): UnifiedPlan(64, 32, 4, 2, False),
+        ("int8", 128): UnifiedPlan(128, 32, 8, 2, False),
+        ("fp8", 128): UnifiedPlan(128, 32, 8, 2, False),
+    },
+    "ada": {
+        ("16-bit", 128): UnifiedPlan(64, 64, 4, 2, False),
+        ("16-bit", 256): UnifiedPlan(64, 16, 4, 2, False),
+        ("int8", 128): UnifiedPlan(64, 64, 4, 2, False),
+        ("fp8", 128): UnifiedPlan(64, 64, 4, 2, False),
+    },
+}
+# end table
+
+
+def storage_of(shape: AttentionShape) -> str:
+    """How keys are stored, as the table says it."""
+    return {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(shape.pool_dtype, "16-bit")
+
+
+def _row(table: dict, gpu: Gpu, shape: AttentionShape):
+    """The table's row for a shape, None where it has none: another GPU, float32, a larger head."""
+    if shape.query_dtype.itemsize != 2 or shape.pool_dtype.itemsize > 2:
+        return None
+    dim = max(shape.head_dim, shape.value_dim)
+    rows = table.get(gpu.kind, {})
+    storage = storage_of(shape)
+    fitting = [limit for stored, limit in rows if stored == storage and limit >= dim]
+    return rows[storage, min(fitting)] if fitting else None
+
+
+def tile_bytes(block_m: int, block_n: int, stages: int, shape: AttentionShape, *, converted: bool = True) -> int:
     """Shared memory of a tile: the query, and K and V for each stage; 8-bit tiles are converted to the query's type."""
     d = triton.next_power_of_2(shape.head_dim)
     dv = triton.next_power_of_2(shape.value_dim)
-    converted = shape.query_dtype.itemsize if shape.pool_dtype.itemsize != shape.query_dtype.itemsize else 0
-    key = stages * shape.pool_dtype.itemsize + converted
+    copies = shape.query_dtype.itemsize if converted and shape.pool_dtype.itemsize != shape.query_dtype.itemsize else 0
+    key = stages * shape.pool_dtype.itemsize + copies
     return block_m * d * shape.query_dtype.itemsize + block_n * (d + dv) * key
 
 
@@ -82,20 +201,22 @@ def plan_unified(
 ) -> UnifiedPlan:
     """The tile of `unified_attention`: as many rows as the batch fills, as many keys as shared memory holds."""
     gpu = gpu or gpu_of(shape.device)
-    group_rows = triton.next_power_of_2(shape.group)
-    rows = max(16, group_rows, min(128, triton.next_power_of_2(max_query_len * shape.group)))
     wide = max(shape.head_dim, shape.value_dim) > 128
-    stages = 2
-    block_n = 64
-    while tile_bytes(rows, block_n, stages, shape) > gpu.shared_memory:
-        if block_n > 16:
-            block_n //= 2
-        elif rows > max(16, group_rows):
-            rows //= 2
+    plan = _row(UNIFIED, gpu, shape) or UnifiedPlan(128, 64, 8 if wide else 4, 2)
+    group_rows = triton.next_power_of_2(shape.group)
+    rows = max(16, group_rows, min(plan.block_m, triton.next_power_of_2(max_query_len * shape.group)))
+    # A warp takes 16 rows at least.
+    plan = replace(plan, block_m=rows, num_warps=min(plan.num_warps, 8 if wide and rows >= 64 else max(4, rows // 16)))
+    while tile_bytes(plan.block_m, plan.block_n, plan.num_stages, shape) > gpu.shared_memory:
+        if plan.num_stages > 2:
+            plan = replace(plan, num_stages=plan.num_stages - 1)
+        elif plan.block_n > 16:
+            plan = replace(plan, block_n=plan.block_n // 2)
+        elif plan.block_m > max(16, group_rows):
+            plan = replace(plan, block_m=plan.block_m // 2)
         else:
-            stages = 1
-            break
-    return UnifiedPlan(rows, block_n, 8 if wide and rows >= 64 else 4, stages)
+            return replace(plan, num_stages=1)
+    return plan
 
 
 def plan_decode(
@@ -103,25 +224,41 @@ def plan_decode(
 ) -> DecodePlan:
     """The tile and splits of `decode_attention`: enough splits to fill every SM, none shorter than two tiles."""
     gpu = gpu or gpu_of(shape.device)
-    rows = max(16, triton.next_power_of_2(shape.group))
-    stages = 3
-    block_n = 64
-    while tile_bytes(rows, block_n, stages, shape) > gpu.shared_memory // 2:
-        if stages > 2:
-            stages -= 1
-        elif block_n > 16:
-            block_n //= 2
+    row = _row(DECODE, gpu, shape) or DecodeChoice(64, 4, 3, 4, 2, "rows", 2, False)
+    programs = max(1, triton.cdiv(row.programs_per_sm * gpu.sms, shape.kv_heads))
+    plan = DecodePlan(
+        row.block_n, row.num_warps, row.num_stages, programs, row.min_tiles,
+        products=row.products, pieces=row.pieces, descriptors=row.descriptors,
+    )  # fmt: skip
+
+    def size(plan):
+        rows = plan.query_rows(shape.group) * (plan.slots if plan.products == "bytes" else 1)
+        return tile_bytes(rows, plan.block_n, plan.num_stages, shape, converted=plan.products != "bytes")
+
+    while size(plan) > gpu.shared_memory // 2:
+        if plan.num_stages > 2:
+            plan = replace(plan, num_stages=plan.num_stages - 1)
+        elif plan.block_n > 16:
+            plan = replace(plan, block_n=plan.block_n // 2)
         else:
-            stages = 1
-            break
-    programs = max(1, triton.cdiv(4 * gpu.sms, shape.kv_heads))
-    return DecodePlan(block_n, 4, stages, programs, 2)
+            return replace(plan, num_stages=1)
+    return plan
 
 
-def plan_write(*, rows: int, head_dim: int, itemsize: int, device: torch.device, gpu: Gpu | None = None) -> WritePlan:
+def plan_write(
+    *,
+    rows: int,
+    head_dim: int,
+    itemsize: int,
+    device: torch.device,
+    values_by_slot: bool = False,
+    gpu: Gpu | None = None,
+) -> WritePlan:
     """Rows a program of `write_kv`: few when rows are few, so that they spread over the SMs."""
     gpu = gpu or gpu_of(device)
     if gpu.kind == "cpu":
         return WritePlan(64, 4)
-    block_rows = 4 if rows <= 16 * gpu.sms else 16
-    return WritePlan(block_rows, 4 if block_rows > 4 else 1)
+    if rows <= 16 * gpu.sms:
+        return WritePlan(1 if values_by_slot else 4, 1)
+    # 32 tokens of a head are a sector of each channel of a transposed page.
+    return WritePlan(32 if values_by_slot else 16, 4)

@@ -9,6 +9,12 @@ import triton.language as tl
 
 
 @triton.jit
+def first_page(table_ptr, tile, last_tile, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
+    """Block id of the first key of a tile; 0 for tiles from last_tile on, which the table need not hold."""
+    return tl.load(table_ptr + tile * BLOCK_N // PAGE, mask=tile < last_tile, other=0)
+
+
+@triton.jit
 def tile_pages(table_ptr, first_key, first_held, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr):
     """Block ids of the tile that starts at `first_key`: a scalar when the tile is inside one page, else one a key.
 
@@ -30,7 +36,8 @@ def tile_offsets(pages, first_key, stride_block, stride_slot, PAGE: tl.constexpr
     """Element offsets [BLOCK_N] of the tile's slots in a pool or in its scales."""
     keys = tl.arange(0, BLOCK_N)
     if PAGE >= BLOCK_N:
-        base = pages * stride_block + (first_key % PAGE).to(tl.int64) * stride_slot
+        slot = tl.multiple_of(first_key % PAGE, BLOCK_N)
+        base = pages * stride_block + slot.to(tl.int64) * stride_slot
         offsets = base + keys * stride_slot
     else:
         offsets = pages * stride_block + ((first_key + keys) % PAGE) * stride_slot

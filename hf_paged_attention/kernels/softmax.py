@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .convert import FLOAT, decode_tile
-from .pages import tile_offsets, tile_pages
+from .pages import first_page, tile_offsets, tile_pages
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -50,6 +50,12 @@ def attend_tiles(
     stride_ks_slot,
     stride_vs_block,
     stride_vs_slot,
+    k_desc,
+    v_desc,
+    k_row,
+    v_row,
+    k_block_rows,
+    v_block_rows,
     D: tl.constexpr,
     DV: tl.constexpr,
     WINDOW: tl.constexpr,
@@ -60,29 +66,38 @@ def attend_tiles(
     BLOCK_DV: tl.constexpr,
     MASKED: tl.constexpr,
     VALUE_DTYPE: tl.constexpr,
+    VALUES_BY_SLOT: tl.constexpr,
 ):
     """Take the key tiles [first_tile, last_tile) into (acc, row_max, row_sum).
 
     MASKED: apply causality, the window and the request's first key `first_held`; without it every row sees every key.
-    `scale` is in natural units with a softcap, else already times log2 e.
+    `scale` is not negative, in natural units with a softcap, else already times log2 e. k_desc, v_desc: None, or the
+    pools as matrices (`PoolMatrix`), whose rows k_row and v_row are the first of this KV head.
     """
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
+    next_page = first_page(table_ptr, first_tile, last_tile, PAGE, BLOCK_N)
     for tile in range(first_tile, last_tile):
         first_key = tile * BLOCK_N
         keys = first_key + tl.arange(0, BLOCK_N)
-        pages = tile_pages(table_ptr, first_key, first_held, end, PAGE, BLOCK_N, MASKED)
-        k_offsets = tile_offsets(pages, first_key, stride_k_block, stride_k_slot, PAGE, BLOCK_N)
-        v_offsets = tile_offsets(pages, first_key, stride_v_block, stride_v_slot, PAGE, BLOCK_N)
-        k_at = k_ptr + k_offsets[None, :] + d[:, None] * stride_k_d
-        v_at = v_ptr + v_offsets[:, None] + dv[None, :] * stride_v_d
         held = (keys >= first_held) & (keys < end)
-        if MASKED:
-            k = tl.load(k_at, mask=held[None, :] & (d[:, None] < D), other=0)
-        elif BLOCK_D != D:
-            k = tl.load(k_at, mask=d[:, None] < D, other=0)
+        if PAGE >= BLOCK_N:
+            # Looked up a tile ahead: else every load of keys would wait for the table.
+            pages = next_page.to(tl.int64)
+            next_page = first_page(table_ptr, tile + 1, last_tile, PAGE, BLOCK_N)
         else:
-            k = tl.load(k_at)
+            pages = tile_pages(table_ptr, first_key, first_held, end, PAGE, BLOCK_N, MASKED)
+        if k_desc is not None:
+            k = tl.trans(k_desc.load([k_row + pages.to(tl.int32) * k_block_rows + first_key % PAGE, 0]))
+        else:
+            k_offsets = tile_offsets(pages, first_key, stride_k_block, stride_k_slot, PAGE, BLOCK_N)
+            k_at = k_ptr + k_offsets[None, :] + d[:, None] * stride_k_d
+            if MASKED:
+                k = tl.load(k_at, mask=held[None, :] & (d[:, None] < D), other=0)
+            elif BLOCK_D != D:
+                k = tl.load(k_at, mask=d[:, None] < D, other=0)
+            else:
+                k = tl.load(k_at)
         s = tl.dot(q, decode_tile(k, FORMAT, q.dtype), input_precision="ieee")
         if FORMAT != FLOAT:
             ks_at = k_scale_ptr + tile_offsets(pages, first_key, stride_ks_block, stride_ks_slot, PAGE, BLOCK_N)
@@ -90,7 +105,7 @@ def attend_tiles(
                 s *= (tl.load(ks_at, mask=held, other=0.0) * scale)[None, :]
             else:
                 s *= (tl.load(ks_at) * scale)[None, :]
-        else:
+        elif MASKED or softcap is not None:
             s *= scale
         if softcap is not None:
             s = capped(s, softcap) * LOG2_E
@@ -102,18 +117,38 @@ def attend_tiles(
             new_max = tl.maximum(row_max, tl.max(s, 1))
             # A row that has seen no key yet keeps row_max = -inf; -inf - -inf would be NaN.
             safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
+            p = tl.exp2(s - safe_max[:, None])
+        elif FORMAT == FLOAT and softcap is None:
+            # Scaled after the maximum: one fused multiply-add an element.
+            new_max = tl.maximum(row_max, tl.max(s, 1) * scale)
+            safe_max = new_max
+            p = tl.exp2(s * scale - new_max[:, None])
         else:
             new_max = tl.maximum(row_max, tl.max(s, 1))
             safe_max = new_max
-        p = tl.exp2(s - safe_max[:, None])
+            p = tl.exp2(s - new_max[:, None])
         alpha = tl.exp2(row_max - safe_max)
         row_sum = row_sum * alpha + tl.sum(p, 1)
-        if MASKED:
-            v = tl.load(v_at, mask=held[:, None] & (dv[None, :] < DV), other=0)
-        elif BLOCK_DV != DV:
-            v = tl.load(v_at, mask=dv[None, :] < DV, other=0)
+        if v_desc is not None:
+            if VALUES_BY_SLOT:
+                v = tl.trans(v_desc.load([v_row + pages.to(tl.int32) * v_block_rows, first_key % PAGE]))
+            else:
+                v = v_desc.load([v_row + pages.to(tl.int32) * v_block_rows + first_key % PAGE, 0])
+            if MASKED and FORMAT == FLOAT:
+                # Slots never written may hold NaN, and 0 * NaN is NaN. Bytes are never NaN once they are decoded.
+                v = tl.where(held[:, None], v, 0.0)
         else:
-            v = tl.load(v_at)
+            v_offsets = tile_offsets(pages, first_key, stride_v_block, stride_v_slot, PAGE, BLOCK_N)
+            v_at = v_ptr + v_offsets[:, None] + dv[None, :] * stride_v_d
+            if VALUES_BY_SLOT and PAGE < BLOCK_N:
+                # Slots of a page follow one another, which the compiler cannot see through the table.
+                v_at = tl.max_contiguous(tl.multiple_of(v_at, (PAGE, 1)), (PAGE, 1))
+            if MASKED:
+                v = tl.load(v_at, mask=held[:, None] & (dv[None, :] < DV), other=0)
+            elif BLOCK_DV != DV:
+                v = tl.load(v_at, mask=dv[None, :] < DV, other=0)
+            else:
+                v = tl.load(v_at)
         if FORMAT != FLOAT:
             vs_at = v_scale_ptr + tile_offsets(pages, first_key, stride_vs_block, stride_vs_slot, PAGE, BLOCK_N)
             if MASKED:

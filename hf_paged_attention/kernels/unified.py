@@ -15,6 +15,7 @@ import triton.language as tl
 from .checks import check_attention, strides_or_zeros
 from .convert import FLOAT, dot_dtypes, pool_bytes, pool_factor, pool_format
 from .launch import UnifiedPlan, plan_unified
+from .pool_descriptors import pool_matrix
 from .softmax import LN_2, LOG2_E, attend_tiles
 
 
@@ -77,6 +78,12 @@ def _unified_kernel(
     stride_lse_token,
     stride_lse_head,
     stride_table,
+    k_desc,
+    v_desc,
+    k_head_rows,
+    k_block_rows,
+    v_head_rows,
+    v_block_rows,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
@@ -89,6 +96,8 @@ def _unified_kernel(
     BLOCK_DV: tl.constexpr,
     KEY_DTYPE: tl.constexpr,
     VALUE_DTYPE: tl.constexpr,
+    VALUES_BY_SLOT: tl.constexpr,
+    NEGATED: tl.constexpr,
 ):
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(0)
@@ -121,6 +130,8 @@ def _unified_kernel(
         factor = tl.load(key_factor_ptr + kv_head * D + d, mask=d < D, other=0.0)
         q = q.to(tl.float32) * factor[None, :]
     q = q.to(KEY_DTYPE)
+    if NEGATED:
+        q = -q
 
     if sinks_ptr is not None:
         row_max = tl.load(sinks_ptr + heads, mask=row_held, other=0.0).to(tl.float32) * LOG2_E
@@ -148,7 +159,9 @@ def _unified_kernel(
         k_scale_ptr += kv_head.to(tl.int64) * stride_ks_head
         v_scale_ptr += kv_head.to(tl.int64) * stride_vs_head
     table_ptr += request.to(tl.int64) * stride_table
-    for phase in tl.static_range(3):
+    # Without a window or a first key nothing is cut before the diagonal, and there is no code for it.
+    first_phase: tl.constexpr = 0 if WINDOW > 0 or kv_start_ptr is not None else 1
+    for phase in tl.static_range(first_phase, 3):
         if phase == 0:
             low = first_tile
             high = full_tile
@@ -185,6 +198,12 @@ def _unified_kernel(
             stride_ks_slot,
             stride_vs_block,
             stride_vs_slot,
+            k_desc,
+            v_desc,
+            kv_head * k_head_rows,
+            kv_head * v_head_rows,
+            k_block_rows,
+            v_block_rows,
             D,
             DV,
             WINDOW,
@@ -195,6 +214,7 @@ def _unified_kernel(
             BLOCK_DV,
             phase != 1,
             VALUE_DTYPE,
+            VALUES_BY_SLOT,
         )
 
     total = tl.where(row_sum == 0.0, 1.0, row_sum)
@@ -269,6 +289,11 @@ def unified_attention(
     k_bytes, v_bytes = pool_bytes(k_pool), pool_bytes(v_pool)
     factor = pool_factor(k_pool.dtype)
     key_dtype, value_dtype = dot_dtypes(query.dtype, k_pool.dtype)
+    block_d, block_dv = triton.next_power_of_2(shape.head_dim), triton.next_power_of_2(shape.value_dim)
+    k_matrix = v_matrix = None
+    if plan.descriptors and shape.page == k_pool.shape[1]:
+        k_matrix = pool_matrix(k_bytes, keys=plan.block_n, channels=block_d)
+        v_matrix = pool_matrix(v_bytes, keys=plan.block_n, channels=block_dv)
     grid = (shape.kv_heads, shape.tokens // (plan.block_m // shape.group) + shape.requests)
     _unified_kernel[grid](
         query,
@@ -285,7 +310,7 @@ def unified_attention(
         block_table,
         kv_start,
         shape.requests,
-        scale * factor * (1.0 if softcap else LOG2_E.value),
+        abs(scale) * factor * (1.0 if softcap else LOG2_E.value),
         softcap,
         factor,
         query.stride(0),
@@ -298,6 +323,12 @@ def unified_attention(
         out.stride(1),
         *strides_or_zeros(lse, 2),
         block_table.stride(0),
+        k_matrix.descriptor if k_matrix else None,
+        v_matrix.descriptor if v_matrix else None,
+        k_matrix.rows_a_head if k_matrix else 0,
+        k_matrix.rows_a_block if k_matrix else 0,
+        v_matrix.rows_a_head if v_matrix else 0,
+        v_matrix.rows_a_block if v_matrix else 0,
         GROUP=shape.group,
         D=shape.head_dim,
         DV=shape.value_dim,
@@ -306,10 +337,12 @@ def unified_attention(
         PAGE=shape.page,
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
-        BLOCK_D=triton.next_power_of_2(shape.head_dim),
-        BLOCK_DV=triton.next_power_of_2(shape.value_dim),
+        BLOCK_D=block_d,
+        BLOCK_DV=block_dv,
         KEY_DTYPE=key_dtype,
         VALUE_DTYPE=value_dtype,
+        VALUES_BY_SLOT=v_pool.stride(1) == 1,
+        NEGATED=scale < 0,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
     )

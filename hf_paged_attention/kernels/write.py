@@ -3,7 +3,8 @@
     pool[slot(n), h] = x[n, h] / scale,  scale[slot(n), h] = max_d |x[n, h, d]| / qmax;   x = key / key_factor or value
 
 key [N, Hkv, D], value [N, Hkv, Dv], pools [num_blocks, block_size, Hkv, D or Dv], scales [num_blocks, block_size, Hkv].
-Grid: tiles of BLOCK_ROWS (token, head) rows; one program writes the keys and the values of its rows.
+Grid: tiles of BLOCK_ROWS (token, head) rows; one program writes the keys and the values of its rows. Where values are
+transposed in their page (BY_SLOT) the rows are tokens of one head, so that neighbouring slots are written together.
 """
 
 import torch
@@ -26,9 +27,10 @@ from .launch import plan_write
 
 
 @triton.jit
-def _store_rows(x, pool_at, scale_at, row_held, held, FORMAT: tl.constexpr):
+def _store_rows(x, pool_at, scale_at, row_held, held, FORMAT: tl.constexpr, TRANSPOSED: tl.constexpr):
+    """Rows x [BLOCK_ROWS, D] to pool_at, which with TRANSPOSED is [D, BLOCK_ROWS], as held is."""
     if FORMAT == FLOAT:
-        tl.store(pool_at, x.to(pool_at.dtype.element_ty), mask=held)
+        code = x.to(pool_at.dtype.element_ty)
     else:
         x = x.to(tl.float32)
         largest: tl.constexpr = INT8_MAX if FORMAT == INT8 else E4M3_MAX
@@ -36,8 +38,10 @@ def _store_rows(x, pool_at, scale_at, row_held, held, FORMAT: tl.constexpr):
         x = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
         x = tl.minimum(tl.maximum(x, -largest), largest)
         code = round_half_even(x).to(tl.int8) if FORMAT == INT8 else encode_e4m3(x)
-        tl.store(pool_at, code, mask=held)
         tl.store(scale_at, scale, mask=row_held)
+    if TRANSPOSED:
+        code = tl.trans(code)
+    tl.store(pool_at, code, mask=held)
 
 
 @triton.jit
@@ -50,7 +54,7 @@ def _write_kernel(
     v_scale_ptr,
     key_factor_ptr,
     slot_ptr,
-    num_rows,
+    num_tokens,
     kv_heads,
     block_size,
     stride_key_token,
@@ -74,14 +78,20 @@ def _write_kernel(
     D: tl.constexpr,
     DV: tl.constexpr,
     FORMAT: tl.constexpr,
+    BY_SLOT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    rows = tl.program_id(0).to(tl.int64) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    tokens = rows // kv_heads
-    heads = rows % kv_heads
-    slot = tl.load(slot_ptr + tokens, mask=rows < num_rows, other=-1).to(tl.int64)
+    program = tl.program_id(0).to(tl.int64)
+    if BY_SLOT:
+        tokens = program // kv_heads * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        heads = program % kv_heads
+    else:
+        rows = program * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+        tokens = rows // kv_heads
+        heads = rows % kv_heads
+    slot = tl.load(slot_ptr + tokens, mask=tokens < num_tokens, other=-1).to(tl.int64)
     row_held = slot >= 0
     slot = tl.where(row_held, slot, 0)
     block = slot // block_size
@@ -92,23 +102,29 @@ def _write_kernel(
     key_at = key_ptr + (tokens * stride_key_token + heads * stride_key_head)[:, None] + d[None, :]
     key = tl.load(key_at, mask=held, other=0.0)
     if key_factor_ptr is not None:
-        factor = tl.load(key_factor_ptr + (heads * D)[:, None] + d[None, :], mask=held, other=1.0)
+        row_heads = heads + tl.zeros([BLOCK_ROWS], tl.int64)
+        factor = tl.load(key_factor_ptr + (row_heads * D)[:, None] + d[None, :], mask=held, other=1.0)
         key = tl.div_rn(key.to(tl.float32), factor)
     k_at = k_ptr + (block * stride_k_block + slot * stride_k_slot + heads * stride_k_head)[:, None]
     ks_at = k_scale_ptr
     if FORMAT != FLOAT:
         ks_at = k_scale_ptr + block * stride_ks_block + slot * stride_ks_slot + heads * stride_ks_head
-    _store_rows(key, k_at + d[None, :] * stride_k_d, ks_at, row_held, held, FORMAT)
+    _store_rows(key, k_at + d[None, :] * stride_k_d, ks_at, row_held, held, FORMAT, False)
 
     dv = tl.arange(0, BLOCK_DV)
     held = row_held[:, None] & (dv[None, :] < DV)
     value_at = value_ptr + (tokens * stride_value_token + heads * stride_value_head)[:, None] + dv[None, :]
     value = tl.load(value_at, mask=held, other=0.0)
-    v_at = v_ptr + (block * stride_v_block + slot * stride_v_slot + heads * stride_v_head)[:, None]
+    v_row = v_ptr + block * stride_v_block + slot * stride_v_slot + heads * stride_v_head
+    if BY_SLOT:
+        v_at = v_row[None, :] + dv[:, None] * stride_v_d
+        held = row_held[None, :] & (dv[:, None] < DV)
+    else:
+        v_at = v_row[:, None] + dv[None, :] * stride_v_d
     vs_at = v_scale_ptr
     if FORMAT != FLOAT:
         vs_at = v_scale_ptr + block * stride_vs_block + slot * stride_vs_slot + heads * stride_vs_head
-    _store_rows(value, v_at + dv[None, :] * stride_v_d, vs_at, row_held, held, FORMAT)
+    _store_rows(value, v_at, vs_at, row_held, held, FORMAT, BY_SLOT)
 
 
 def write_kv(
@@ -142,11 +158,16 @@ def write_kv(
     tokens, kv_heads, head_dim = key.shape
     if tokens == 0:
         return
+    by_slot = v_pool.stride(1) == 1 and v_pool.stride(3) != 1
     plan = plan_write(
-        rows=tokens * kv_heads, head_dim=max(head_dim, value.shape[-1]), itemsize=key.element_size(), device=key.device
+        rows=tokens * kv_heads, head_dim=max(head_dim, value.shape[-1]), itemsize=key.element_size(), device=key.device,
+        values_by_slot=by_slot,
+    )  # fmt: skip
+    programs = (
+        triton.cdiv(tokens, plan.block_rows) * kv_heads if by_slot else triton.cdiv(tokens * kv_heads, plan.block_rows)
     )
     k_bytes, v_bytes = pool_bytes(k_pool), pool_bytes(v_pool)
-    _write_kernel[(triton.cdiv(tokens * kv_heads, plan.block_rows),)](
+    _write_kernel[(programs,)](
         key,
         value,
         k_bytes,
@@ -155,7 +176,7 @@ def write_kv(
         v_scale,
         key_factor,
         slot_mapping,
-        tokens * kv_heads,
+        tokens,
         kv_heads,
         k_pool.shape[1],
         key.stride(0),
@@ -169,6 +190,7 @@ def write_kv(
         D=head_dim,
         DV=value.shape[-1],
         FORMAT=pool_format(k_pool.dtype).value,
+        BY_SLOT=by_slot,
         BLOCK_ROWS=plan.block_rows,
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_DV=triton.next_power_of_2(value.shape[-1]),

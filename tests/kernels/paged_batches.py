@@ -72,9 +72,11 @@ class Batch:
         size = max(1.0, float(want.abs().max())) if want.numel() else 1.0
         torch.testing.assert_close(out[:used].double(), want[:used], atol=tolerance * size, rtol=0)
         lse_size = max(1.0, float(want_lse[want_lse.isfinite()].abs().max())) if want_lse.isfinite().any() else 1.0
-        torch.testing.assert_close(
-            lse[:used].double(), want_lse[:used], atol=TOLERANCE[torch.float32] * lse_size, rtol=0
-        )
+        lse_tolerance = TOLERANCE[torch.float32]
+        if self.query.dtype.itemsize == 2:
+            # A query in 8-bit pieces; tensor cores sum products of float8 with some 13 bits.
+            lse_tolerance = {torch.int8: 1e-4, torch.float8_e4m3fn: 2e-3}.get(self.args["k_pool"].dtype, lse_tolerance)
+        torch.testing.assert_close(lse[:used].double(), want_lse[:used], atol=lse_tolerance * lse_size, rtol=0)
         return out
 
 

@@ -217,6 +217,130 @@ def test_no_tokens_and_tokens_past_the_last_request():
     assert out[4:].isnan().all()
 
 
+def plan_with(products, *, pieces=2, descriptors=False, block_n=32):
+    return DecodePlan(block_n, 4, 2, 4, 1, products=products, pieces=pieces, descriptors=descriptors)
+
+
+def features(requests):
+    """Everything a call may ask for: nothing, all of it, and what all of it hides."""
+    return [
+        {},
+        {
+            "window": 40,
+            "softcap": 5.0,
+            "sinks": torch.tensor([-20.0, -1.0, 0.0, 3.0, 30.0, 1.0]),
+            "key_factor": torch.rand(2, 32) + 0.5,
+            "kv_start": torch.tensor([3, 20, *[0] * (requests - 2)], dtype=torch.int32),
+        },
+        {"scale": -0.3},
+    ]
+
+
+# e4m3 pieces: two leave 2^-8 of a query's element, three 2^-12.
+ERROR_OF_PIECES = {(torch.int8, 2): 1e-4, (torch.int8, 3): 2e-5, (torch.float8_e4m3fn, 2): 2e-2}
+ERROR_OF_PIECES[torch.float8_e4m3fn, 3] = 1e-3
+
+
+class TestProducts:
+    """Whichever operand is the left one, and however it is loaded, the answer is the same."""
+
+    @pytest.mark.parametrize("descriptors", [False, True])
+    @pytest.mark.parametrize("block_size", [16, 64])
+    def test_keys_left(self, block_size, descriptors):
+        for options in features(3):
+            batch = make_batch([90, 32, 1], group=3, block_size=block_size, **options)
+            batch.check(decode_attention, plan=plan_with("keys", descriptors=descriptors))
+
+    @pytest.mark.parametrize("descriptors", [False, True])
+    @pytest.mark.parametrize("block_size", [16, 64])
+    @pytest.mark.parametrize(("pool_dtype", "pieces"), list(ERROR_OF_PIECES), ids=str)
+    def test_bytes_left(self, pool_dtype, pieces, block_size, descriptors):
+        for options in features(3):
+            batch = make_batch(
+                [90, 32, 1],
+                group=3, dtype=torch.float16, pool_dtype=pool_dtype, block_size=block_size, transposed_values=True,
+                **options,
+            )  # fmt: skip
+            out, lse = batch.run(decode_attention, plan=plan_with("bytes", pieces=pieces, descriptors=descriptors))
+            want, want_lse = batch.expected()
+            allowed = ERROR_OF_PIECES[pool_dtype, pieces]
+            torch.testing.assert_close(out.double(), want, atol=max(allowed, 4e-3), rtol=0)
+            held = want_lse.isfinite()
+            torch.testing.assert_close(lse.double()[held], want_lse[held], atol=allowed * 10, rtol=allowed)
+
+    @pytest.mark.parametrize(("kv_heads", "group"), [(4, 1), (1, 8), (1, 9), (1, 32), (1, 71)])
+    @pytest.mark.parametrize("products", ["keys", "bytes"])
+    def test_any_group(self, products, kv_heads, group):
+        batch = make_batch(
+            [70, 23], kv_heads=kv_heads, group=group, dtype=torch.float16, pool_dtype=torch.int8, transposed_values=True
+        )
+        batch.check(decode_attention, plan=plan_with(products, pieces=3))
+
+    @pytest.mark.parametrize(("head_dim", "value_dim"), [(16, 16), (80, 80), (192, 128), (32, 64), (256, 256)])
+    @pytest.mark.parametrize("products", ["keys", "bytes"])
+    @pytest.mark.parametrize("descriptors", [False, True])
+    def test_any_head_dim(self, products, head_dim, value_dim, descriptors):
+        batch = make_batch(
+            [70, 23],
+            group=2, head_dim=head_dim, value_dim=value_dim, block_size=64, dtype=torch.float16, pool_dtype=torch.int8,
+            transposed_values=True,
+        )  # fmt: skip
+        batch.check(decode_attention, plan=plan_with(products, pieces=3, descriptors=descriptors))
+
+    def test_values_that_slots_do_not_follow_are_converted_instead(self):
+        batch = make_batch([70, 23], group=2, dtype=torch.float16, pool_dtype=torch.int8)
+        batch.check(decode_attention, plan=plan_with("bytes"))
+
+    def test_a_contiguous_cache_of_any_length(self):
+        batch = make_batch([100, 100], group=2, block_size=128)
+        for name in ("k_pool", "v_pool"):
+            pool = batch.args[name][batch.args["block_table"][:, 0].long()][:, :100]
+            batch.args[name] = pool.permute(0, 2, 1, 3).contiguous().permute(0, 2, 1, 3)
+        batch.args["block_table"] = torch.arange(2, dtype=torch.int32, device=DEVICE)[:, None]
+        batch.check(decode_attention, plan=plan_with("keys", descriptors=True))
+        batch.check(unified_attention, plan=UnifiedPlan(16, 16, 4, 2, True))
+
+    @pytest.mark.parametrize("size", [1e4, 1e-4])
+    @pytest.mark.parametrize("pool_dtype", EIGHT_BIT, ids=str)
+    def test_value_scales_far_from_one(self, pool_dtype, size):
+        # One token in three is tiny: its scale is what the probabilities are compared in.
+        def value(v):
+            return torch.where(torch.arange(len(v))[:, None, None] % 3 == 0, v * 1e-6, v) * size
+
+        batch = make_batch(
+            [150, 9], group=2, dtype=torch.bfloat16, pool_dtype=pool_dtype, transposed_values=True, value=value
+        )
+        out, _ = batch.run(decode_attention, plan=plan_with("bytes", pieces=3))
+        want, _ = batch.expected()
+        torch.testing.assert_close(out.double() / size, want / size, atol=3e-2, rtol=0)
+
+    def test_many_keys_of_little_weight_are_not_lost(self):
+        # One key holds half of the weight, the others share the rest: each is far below one 8-bit step of it.
+        batch = make_batch([2000], kv_heads=1, dtype=torch.float16, pool_dtype=torch.int8, transposed_values=True)
+        scores = torch.einsum("hd,jhd->j", batch.query[0].double(), batch.keys[0]) * batch.options["scale"]
+        strongest = int(scores.argmax())
+        boost = float(scores.logsumexp(0) - scores[strongest]) / float(scores[strongest])
+        slot = batch.args["block_table"][0, strongest // 16].long(), strongest % 16
+        batch.args["k_scale"][slot] *= 1 + boost
+        batch.keys[0][strongest] *= 1 + boost
+        batch.check(decode_attention, plan=plan_with("bytes", block_n=128), tolerance=4e-3)
+
+
+@pytest.mark.parametrize("block_size", [16, 64])
+@pytest.mark.parametrize("pool_dtype", [None, *EIGHT_BIT], ids=str)
+@pytest.mark.parametrize("transposed", [False, True])
+def test_prefill_through_descriptors(block_size, pool_dtype, transposed):
+    if transposed and pool_dtype is None:
+        pytest.skip("16-bit values are not transposed")
+    for options in features(3):
+        batch = make_batch(
+            [70, 20, 1],
+            [30, 20, 1],
+            group=3, pool_dtype=pool_dtype, block_size=block_size, transposed_values=transposed, **options,
+        )  # fmt: skip
+        batch.check(unified_attention, plan=UnifiedPlan(16, 16, 4, 2, True))
+
+
 class TestDecodeSplits:
     @pytest.mark.parametrize("programs", [1, 3, 8, 64])
     @pytest.mark.parametrize("merge_splits", [2, 16])

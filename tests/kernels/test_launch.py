@@ -2,7 +2,7 @@ import pytest
 import torch
 
 from hf_paged_attention.kernels.checks import AttentionShape
-from hf_paged_attention.kernels.launch import Gpu, plan_decode, plan_unified, plan_write, tile_bytes
+from hf_paged_attention.kernels.launch import DECODE, UNIFIED, Gpu, plan_decode, plan_unified, plan_write, tile_bytes
 
 HOPPER = Gpu("hopper", 132, 232448)
 ADA = Gpu("ada", 128, 101376)
@@ -27,7 +27,8 @@ def test_every_plan_fits_its_gpu(gpu, dtype, pool_dtype, head_dim):
     assert smallest or tile_bytes(plan.block_m, plan.block_n, plan.num_stages, shape) <= gpu.shared_memory
     plan = plan_decode(shape, max_seq_len=512, gpu=gpu)
     smallest = (plan.block_n, plan.num_stages) == (16, 1)
-    assert smallest or tile_bytes(16, plan.block_n, plan.num_stages, shape) <= gpu.shared_memory
+    converted = plan.products != "bytes"
+    assert smallest or tile_bytes(16, plan.block_n, plan.num_stages, shape, converted=converted) <= gpu.shared_memory
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(71, 1), (9, 1), (32, 8), (7, 1), (200, 1)])
@@ -45,3 +46,37 @@ def test_a_decode_step_writes_few_rows_a_program():
     few = plan_write(rows=64 * 8, head_dim=128, itemsize=2, device=torch.device("cpu"), gpu=HOPPER)
     many = plan_write(rows=8192 * 8, head_dim=128, itemsize=2, device=torch.device("cpu"), gpu=HOPPER)
     assert few.block_rows < many.block_rows
+
+
+@pytest.mark.parametrize("table", [DECODE, UNIFIED])
+def test_a_gpu_class_has_choices_for_every_storage(table):
+    for gpu, rows in table.items():
+        assert {storage for storage, _ in rows} == {"16-bit", "int8", "fp8"}, gpu
+        assert all(dim in (64, 128, 256) for _, dim in rows)
+
+
+@pytest.mark.parametrize("gpu", [HOPPER, ADA, UNKNOWN])
+def test_short_queries_take_short_tiles(gpu):
+    shape = shape_of(32, 8, 128)
+    assert plan_unified(shape, max_query_len=1, max_seq_len=512, gpu=gpu).block_m == 16
+    plan = plan_unified(shape, max_query_len=8, max_seq_len=512, gpu=gpu)
+    assert plan.block_m == 32
+    assert plan.block_m >= 8 * plan.num_warps
+
+
+@pytest.mark.parametrize("pool_dtype", [None, torch.int8])
+def test_a_gpu_never_seen_gets_the_plainest_kernel(pool_dtype):
+    shape = shape_of(32, 8, 128, pool_dtype=pool_dtype)
+    assert plan_decode(shape, max_seq_len=512, gpu=UNKNOWN).products == "rows"
+    assert not plan_unified(shape, max_query_len=512, max_seq_len=512, gpu=UNKNOWN).descriptors
+
+
+def test_a_plan_gives_way_to_what_the_tensors_allow():
+    shape = shape_of(32, 8, 128, pool_dtype=torch.int8)
+    plan = plan_decode(shape, max_seq_len=512, gpu=HOPPER)
+    assert plan.products == "bytes"
+    assert plan.for_call(shape, values_by_slot=True, whole_pages=True).products == "bytes"
+    assert plan.for_call(shape, values_by_slot=False, whole_pages=True).products == "rows"
+    assert plan.for_call(shape, values_by_slot=True, whole_pages=False).products == "rows"
+    wide_group = shape_of(71, 1, 128, pool_dtype=torch.int8)
+    assert plan.for_call(wide_group, values_by_slot=True, whole_pages=True).products == "rows"
