@@ -16,6 +16,9 @@ from .sequences import Sequences
 
 DEFAULT_BLOCK_SIZE = 64
 PAGED_TYPES = ("full_attention", "sliding_attention")
+# Layers that no forward pass brings to the cache.
+STATELESS_TYPES = ("dummy", "moe", "mlp")
+WITHOUT_KEYS = (*STATELESS_TYPES, "conv", "linear_attention")
 
 
 class PagedCache(Cache):
@@ -75,6 +78,11 @@ class PagedCache(Cache):
             else:
                 layers.append(transformers_layer(kind, argument))
         self.format = format
+        stateful = any(kind not in ("paged", *STATELESS_TYPES) for kind, _ in plan)
+        attention = [index for index, (kind, _) in enumerate(plan) if kind not in WITHOUT_KEYS]
+        # Where layers of Transformers' own keep state: the last layer that keys come for, and the last they came for.
+        self._last_layer = attention[-1] if stateful and attention else None
+        self._reached = self._last_layer
         super().__init__(layers=layers)
 
     def __repr__(self) -> str:
@@ -89,6 +97,33 @@ class PagedCache(Cache):
         return [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
 
     # Transformers' protocol: what concerns the sequences is done once, not once a layer -------------------------------
+
+    def update(
+        self, key_states: torch.Tensor, value_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[torch.Tensor, torch.Tensor]:
+        """Hand keys and values `[B, Hkv, T, D]` to layer `layer_idx`; see `PagedLayer.update`."""
+        if layer_idx >= len(self.layers):
+            raise ValueError(
+                f"Keys of layer {layer_idx} arrive, but this cache has {len(self.layers)} layers: it belongs to "
+                "another model. Build a PagedCache from this model's config."
+            )
+        self._reach(layer_idx)
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def _reach(self, layer_idx: int) -> None:
+        """Refuse a pass that follows one which an exception ended, where layers cannot be put back as they were.
+
+        Seen where keys arrive, in order: models change other states in place without a word to the cache.
+        """
+        if self._last_layer is None or torch.compiler.is_compiling():
+            return
+        if layer_idx <= self._reached < self._last_layer:
+            raise RuntimeError(
+                f"The last forward pass ended between layers {self._reached} and {self._last_layer}, and layers that "
+                "Transformers keeps (linear attention, latents) cannot be put back as they were before it. Call "
+                "reset()."
+            )
+        self._reached = layer_idx
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens a row that the cache has been given, padding included."""
@@ -124,6 +159,7 @@ class PagedCache(Cache):
         """Forget every sequence and give all blocks back, but those that keep_prefixes=True leaves to be found."""
         kept = keep_prefixes and self.sequences.prefixes is not None
         self.sequences.reset(keep_prefixes=kept)
+        self._reached = self._last_layer
         for index, layer in enumerate(self.layers):
             if isinstance(layer, PagedLayer):
                 layer.forget(keep_fit=kept)
