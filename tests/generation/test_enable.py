@@ -1,0 +1,65 @@
+"""`enable` and `disable`, and what generate builds in between."""
+
+from __future__ import annotations
+
+import torch
+from transformers import DynamicCache
+
+import hf_paged_attention
+from hf_paged_attention import PagedCache
+from tests.families.models import build, prompts
+from tests.families.modes import returned_cache
+
+NEW = {"max_new_tokens": 8, "do_sample": False, "return_dict_in_generate": True}
+
+
+def test_every_generate_builds_a_cache_of_its_own_with_the_arguments_given():
+    model = hf_paged_attention.enable(build("Llama"), kv_dtype="int8", block_size=32)
+    caches = [returned_cache(model.generate(**prompts(9), **NEW)) for _ in range(2)]
+    assert caches[0] is not caches[1]
+    assert all(isinstance(cache, PagedCache) and cache.kv_dtype == "int8" for cache in caches)
+    assert caches[0].block_size == 32
+
+
+def test_disable_puts_everything_back():
+    model = build("Gemma 3")
+    before = dict(vars(model)), vars(model.config).copy()
+    hf_paged_attention.enable(model)
+    assert model.config._attn_implementation == "paged_triton"
+    hf_paged_attention.disable(model)
+    assert dict(vars(model)) == before[0]
+    assert vars(model.config) == before[1]
+    assert isinstance(returned_cache(model.generate(**prompts(9), **NEW)), DynamicCache)
+    hf_paged_attention.disable(model)  # once more is no error
+
+
+def test_enabling_again_replaces_the_arguments():
+    model = build("Llama")
+    hf_paged_attention.enable(model, kv_dtype="int8")
+    hf_paged_attention.enable(model, kv_dtype="fp8")
+    assert returned_cache(model.generate(**prompts(9), **NEW)).kv_dtype == "fp8"
+    hf_paged_attention.disable(model)
+    assert model.config._attn_implementation == "eager"
+
+
+def test_a_cache_that_the_call_brings_is_used():
+    model = hf_paged_attention.enable(build("Llama"))
+    cache = PagedCache(model.config, block_size=16)
+    assert returned_cache(model.generate(**prompts(9), past_key_values=cache, **NEW)) is cache
+
+
+def test_use_cache_false_and_other_implementations_are_left_alone():
+    model, inputs = build("Llama"), prompts(5, 9)
+    want = model.generate(**inputs, **NEW).sequences
+    hf_paged_attention.enable(model)
+    assert torch.equal(model.generate(**inputs, **NEW, use_cache=False).sequences, want)
+    out = model.generate(**inputs, **NEW, cache_implementation="static", disable_compile=True)
+    assert not isinstance(returned_cache(out), PagedCache)
+    assert torch.equal(out.sequences, want)
+
+
+def test_a_copied_config_of_another_model_is_not_touched():
+    first, second = build("Llama"), build("Llama")
+    hf_paged_attention.enable(first)
+    assert second.config._attn_implementation == "eager"
+    assert isinstance(returned_cache(second.generate(**prompts(5), **NEW)), DynamicCache)

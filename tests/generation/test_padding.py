@@ -1,0 +1,105 @@
+"""Padding wherever it stands: neither stored nor attended, and the real tokens' logits are eager's."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+from hf_paged_attention import PagedCache
+from hf_paged_attention.attention import NAME
+from tests.families.models import build, prompts
+
+TOLERANCE = {"atol": 2e-4, "rtol": 2e-4}
+
+
+def real_logits(model, ids, mask, cache=None):
+    """Logits of the real tokens, positions counted without padding."""
+    positions = (mask.cumsum(1) - 1).clamp(min=0)
+    with torch.no_grad():
+        logits = model(ids, attention_mask=mask, position_ids=positions, past_key_values=cache).logits
+    return logits[mask.bool()]
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma 3"])
+@pytest.mark.parametrize("side", ["left", "right"])
+@pytest.mark.parametrize("paged", [True, False], ids=["PagedCache", "name alone"])
+def test_padding_on_a_side(family, side, paged):
+    model, inputs = build(family), prompts(5, 17, 40)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"]
+    if side == "right":
+        ids, mask = ids.flip(1), mask.flip(1)
+    want = real_logits(model, ids, mask)
+    model.set_attn_implementation(NAME)
+    cache = PagedCache(model.config, block_size=16) if paged else None
+    torch.testing.assert_close(real_logits(model, ids, mask, cache), want, **TOLERANCE)
+    if paged:
+        assert cache.stats()["tokens"] == 62
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma"])
+def test_zeros_between_real_tokens(family):
+    model, ids = build(family), prompts(30, 30)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, 4:9] = 0
+    mask[1, ::3] = 0
+    want = real_logits(model, ids, mask)
+    model.set_attn_implementation(NAME)
+    cache = PagedCache(model.config, block_size=16)
+    torch.testing.assert_close(real_logits(model, ids, mask, cache), want, **TOLERANCE)
+    assert cache.stats()["tokens"] == int(mask.sum())
+
+
+def test_a_row_of_nothing_but_padding_disturbs_no_other():
+    model, inputs = build("Gemma 3"), prompts(5, 17, 40)
+    ids, mask = inputs["input_ids"], inputs["attention_mask"].clone()
+    mask[1] = 0
+    model.set_attn_implementation(NAME)
+    cache = PagedCache(model.config, block_size=16)
+    out = model.generate(ids, attention_mask=mask, past_key_values=cache, max_new_tokens=8, do_sample=False)
+    model.set_attn_implementation("eager")
+    want = model.generate(ids[[0, 2]], attention_mask=mask[[0, 2]], max_new_tokens=8, do_sample=False)
+    assert torch.equal(out[[0, 2]], want)
+
+
+@pytest.mark.parametrize("length", [1, 15, 16, 17, 32, 33, 127])
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_prompt_lengths_around_a_block(family, length):
+    """One token; exactly one block; a last block with one token."""
+    model, inputs = build(family), prompts(length)
+    arguments = {"max_new_tokens": 18, "do_sample": False}
+    want = model.generate(**inputs, **arguments)
+    model.set_attn_implementation(NAME)
+    cache = PagedCache(model.config, block_size=16)
+    assert torch.equal(model.generate(**inputs, past_key_values=cache, **arguments), want)
+
+
+@pytest.mark.parametrize("scale", [1e4, -1e4])
+def test_logits_of_1e4(scale):
+    model, ids = build("Llama"), prompts(40)["input_ids"]
+    with torch.no_grad():
+        for layer in model.model.layers:
+            layer.self_attn.q_proj.weight.mul_(scale / 10)
+        want = model(ids).logits
+        model.set_attn_implementation(NAME)
+        got = model(ids, past_key_values=PagedCache(model.config, block_size=16)).logits
+    assert torch.isfinite(got).all()
+    assert (got.argmax(-1) == want.argmax(-1)).float().mean() > 0.9
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", "fp8"])
+@pytest.mark.parametrize("factor", [0.0, 1e4])
+def test_keys_of_zero_and_values_of_1e4_in_8_bits(kv_dtype, factor):
+    """All keys zero is the mean of the values; values of 1e4 keep their relative error."""
+    model, ids = build("Llama"), prompts(40)["input_ids"]
+    with torch.no_grad():
+        for layer in model.model.layers:
+            if factor:
+                layer.self_attn.v_proj.weight.mul_(factor)
+                layer.self_attn.o_proj.weight.div_(factor)
+            else:
+                layer.self_attn.k_proj.weight.zero_()
+        want = model(ids).logits
+        model.set_attn_implementation(NAME)
+        got = model(ids, past_key_values=PagedCache(model.config, block_size=16, kv_dtype=kv_dtype)).logits
+    assert torch.isfinite(got).all()
+    assert (got.argmax(-1) == want.argmax(-1)).float().mean() > 0.6
