@@ -21,7 +21,7 @@ def decode_step(
     v_memory: torch.Tensor,
     k_scale: torch.Tensor | None,
     v_scale: torch.Tensor | None,
-    key_factor: torch.Tensor | None,
+    turn_factor: torch.Tensor | None,
     sinks: torch.Tensor | None,
     query_start_loc: torch.Tensor,
     seq_lens: torch.Tensor,
@@ -38,7 +38,7 @@ def decode_step(
     def logical(memory: torch.Tensor | None) -> torch.Tensor | None:
         return None if memory is None else memory.movedim(0, 2)
 
-    kv = PagedKV(logical(k_memory), logical(v_memory), logical(k_scale), logical(v_scale), key_factor)
+    kv = PagedKV(logical(k_memory), logical(v_memory), logical(k_scale), logical(v_scale), turn_factor)
     spec = AttentionSpec(scale, window, softcap, sinks)
     rows = query.shape[0]
     on_host = query.device.type == "cpu"

@@ -37,7 +37,8 @@ class PagedKV:
     v_pool: torch.Tensor
     k_scale: torch.Tensor | None = None  # float32 [num_blocks, block_size, Hkv]
     v_scale: torch.Tensor | None = None
-    key_factor: torch.Tensor | None = None  # float32 [Hkv, D]: keys are stored divided by it, queries multiplied
+    # float32 [Hkv, D]: keys are stored as (k / factor) H and queries become (q · factor) H, as in kernels/rotate.py.
+    turn_factor: torch.Tensor | None = None
 
 
 @dataclass(frozen=True)

@@ -26,8 +26,10 @@ class ReferenceBackend:
         return None
 
     def write(self, key: torch.Tensor, value: torch.Tensor, kv: PagedKV, slot_mapping: torch.Tensor) -> None:
-        from ..kernels import reference_write_kv
+        from ..kernels import reference_rotate_heads, reference_write_kv
 
+        if kv.turn_factor is not None:
+            key = reference_rotate_heads(key, kv.turn_factor, divide=True)
         reference_write_kv(
             key,
             value,
@@ -36,10 +38,13 @@ class ReferenceBackend:
             slot_mapping,
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
-            key_factor=kv.key_factor,
         )
 
     def attend(self, query: torch.Tensor, kv: PagedKV, batch: BatchMetadata, spec: AttentionSpec) -> torch.Tensor:
+        from ..kernels import reference_rotate_heads
+
+        if kv.turn_factor is not None:
+            query = reference_rotate_heads(query, kv.turn_factor, divide=False).to(query.dtype)
         out = query.new_zeros(query.shape[0], query.shape[1], kv.v_pool.shape[-1])
         blocks = batch.host_blocks if batch.host_blocks is not None else batch.block_table.tolist()
         start = 0
@@ -56,16 +61,9 @@ class ReferenceBackend:
                     _gather(pool, scale, blocks[request], begin, last, batch.block_size, query.dtype)
                     for pool, scale in ((kv.k_pool, kv.k_scale), (kv.v_pool, kv.v_scale))
                 )
-                queries = query[chunk:end] if kv.key_factor is None else _scaled(query[chunk:end], kv.key_factor)
-                out[chunk:end] = _attend(queries, key, value, spec, begin, last)
+                out[chunk:end] = _attend(query[chunk:end], key, value, spec, begin, last)
             start = stop
         return out
-
-
-def _scaled(query: torch.Tensor, key_factor: torch.Tensor) -> torch.Tensor:
-    heads, dim = key_factor.shape
-    grouped = query.view(query.shape[0], heads, -1, dim)
-    return (grouped * key_factor.unsqueeze(1)).to(query.dtype).view_as(query)
 
 
 def _gather(pool, scale, blocks: list[int], begin: int, end: int, block_size: int, dtype: torch.dtype) -> torch.Tensor:

@@ -38,8 +38,10 @@ class TritonBackend:
         return None
 
     def write(self, key: torch.Tensor, value: torch.Tensor, kv: PagedKV, slot_mapping: torch.Tensor) -> None:
-        from ..kernels import write_kv
+        from ..kernels import rotate_heads, write_kv
 
+        if kv.turn_factor is not None:
+            key = rotate_heads(key, kv.turn_factor, divide=True)
         write_kv(
             key,
             value,
@@ -48,12 +50,13 @@ class TritonBackend:
             slot_mapping,
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
-            key_factor=kv.key_factor,
         )
 
     def attend(self, query: torch.Tensor, kv: PagedKV, batch: BatchMetadata, spec: AttentionSpec) -> torch.Tensor:
-        from ..kernels import decode_attention, unified_attention
+        from ..kernels import decode_attention, rotate_heads, unified_attention
 
+        if kv.turn_factor is not None:
+            query = rotate_heads(query, kv.turn_factor, divide=False)
         one_each = batch.max_query_len == 1 and query.shape[0] == batch.seq_lens.shape[0]
         kernel = decode_attention if one_each else unified_attention
         return kernel(
@@ -71,6 +74,5 @@ class TritonBackend:
             sinks=spec.sinks,
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
-            key_factor=kv.key_factor,
             kv_start=batch.kv_start,
         )

@@ -3,10 +3,12 @@
 `int8` and `fp8` keep one float32 scale a token and KV head, for keys and for values. A key's scale then multiplies
 its column of scores, a value's its column of probabilities: readers never rescale a tile.
 
-`int8` keys are *balanced* first: divided by one factor a (KV head, channel), and queries multiplied by it, so that
-q·k is unchanged. A few channels of trained models' keys are ten or a hundred times the others, and would take all the
-resolution of a scale that the whole head shares (SmoothQuant, arXiv:2211.10438, eq. 4 with alpha = 1, applied to
-q·k).
+`int8` keys are *turned* first, and queries with them, so that q·k is unchanged: each channel of a KV head is divided by
+a factor, and a Hadamard matrix then mixes the channels (kernels/rotate.py). A few channels of trained models' keys are
+ten or a hundred times the others, and would take all the resolution of a scale that the whole head shares. The factor
+is the square root of the channel's largest magnitude: half of the imbalance goes to the queries, which are not
+quantised (SmoothQuant, arXiv:2211.10438, eq. 4 with alpha = 1/2), and the matrix spreads the rest (QuaRot,
+arXiv:2404.00456).
 """
 
 from __future__ import annotations
@@ -23,7 +25,7 @@ class Format:
     name: str
     dtype: torch.dtype | None  # None: as they arrive
     scaled: bool = False
-    balances_keys: bool = False
+    turns_keys: bool = False
 
     def storage_dtype(self, arriving: torch.dtype) -> torch.dtype:
         return self.dtype or arriving
@@ -38,7 +40,7 @@ FORMATS = {
     "auto": Format("auto", None),
     "bf16": Format("bf16", torch.bfloat16),
     "fp16": Format("fp16", torch.float16),
-    "int8": Format("int8", torch.int8, scaled=True, balances_keys=True),
+    "int8": Format("int8", torch.int8, scaled=True, turns_keys=True),
     "fp8": Format("fp8", torch.float8_e4m3fn, scaled=True),
 }
 
@@ -55,12 +57,15 @@ def get_format(kv_dtype: str) -> Format:
 QUIETEST = 1 / 32
 
 
-def balance_factor(channel_amax: torch.Tensor) -> torch.Tensor:
-    """float32 `[Hkv, D]` factor from the largest key magnitude a (head, channel), `[Hkv, D]`, seen so far."""
+def turn_factor(channel_amax: torch.Tensor) -> torch.Tensor:
+    """float32 `[Hkv, D]` factor from the largest key magnitude a (head, channel), `[Hkv, D]`, seen so far.
+
+    A power of two, so that multiplying and dividing by it is exact in every floating-point format.
+    """
     amax = channel_amax.float()
-    floor = amax.mean(-1, keepdim=True) * QUIETEST
-    factor = torch.maximum(amax, floor)
-    return torch.where(factor > 0, factor, torch.ones_like(factor))
+    amax = torch.maximum(amax, amax.mean(-1, keepdim=True) * QUIETEST)
+    factor = torch.exp2((torch.log2(amax) / 2).round())
+    return torch.where(amax > 0, factor, torch.ones_like(factor))
 
 
 def encode(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:

@@ -9,6 +9,7 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
+from ..kernels import reference_rotate_heads, unrotate_heads
 from ..types import BatchMetadata, PagedKV
 from .batch import ForwardPass
 from .formats import Format, encode
@@ -174,5 +175,8 @@ class PagedLayer(CacheLayerMixin):
         """Keys stored under the `previous` factor `[Hkv, D]` are stored under the present one."""
         held = [block for block, count in enumerate(self.table.pool.reference_counts) if count]
         kv = self.storage.kv()
-        keys = kv.k_pool[held].float() * kv.k_scale[held].unsqueeze(-1) * (previous / kv.key_factor)
-        kv.k_pool[held], kv.k_scale[held] = encode(keys, kv.k_pool.dtype)
+        turned = kv.k_pool[held].float() * kv.k_scale[held].unsqueeze(-1)
+        blocks, size, heads, dim = turned.shape
+        unturned = unrotate_heads(turned.reshape(blocks * size, heads, dim), previous)
+        again = reference_rotate_heads(unturned, kv.turn_factor, divide=True).view(blocks, size, heads, dim)
+        kv.k_pool[held], kv.k_scale[held] = encode(again, kv.k_pool.dtype)

@@ -1,4 +1,4 @@
-"""The tensors of one layer: pools of keys and values, their scales, and the keys' balance factor.
+"""The tensors of one layer: pools of keys and values, their scales, and the keys' turn factor.
 
 In memory a pool is head-outermost, `[Hkv, num_blocks, block_size, D]`: a head's block is one contiguous piece, and
 blocks that follow one another can be read as one. Readers of the code see `[num_blocks, block_size, Hkv, D]`, through
@@ -10,7 +10,7 @@ from __future__ import annotations
 import torch
 
 from ..types import PagedKV
-from .formats import Format, balance_factor
+from .formats import Format, turn_factor
 
 # Pools grow by this share at least, so that a long generation copies each token a bounded number of times.
 GROWTH = 1 / 8
@@ -37,7 +37,7 @@ class Storage:
         self._k_scale = self._new_scale() if format.scaled else None
         self._v_scale = self._new_scale() if format.scaled else None
         self.channel_amax: torch.Tensor | None = None
-        self.key_factor: torch.Tensor | None = None
+        self.turn_factor: torch.Tensor | None = None
         self.tokens_fitted = 0
 
     def _new(self, dim: int) -> torch.Tensor:
@@ -68,12 +68,12 @@ class Storage:
             return None if memory is None else memory.movedim(0, 2)
 
         return PagedKV(
-            logical(self._k), logical(self._v), logical(self._k_scale), logical(self._v_scale), self.key_factor
+            logical(self._k), logical(self._v), logical(self._k_scale), logical(self._v_scale), self.turn_factor
         )
 
     def memory(self) -> tuple[torch.Tensor | None, ...]:
         """Keys, values, their scales and the keys' factor as they lie in memory, head-outermost."""
-        return self._k, self._v, self._k_scale, self._v_scale, self.key_factor
+        return self._k, self._v, self._k_scale, self._v_scale, self.turn_factor
 
     def ensure(self, num_blocks: int, limit: int | None) -> None:
         """Room for `num_blocks` blocks; what is stored in them stays. `limit`: blocks that will never be exceeded.
@@ -114,16 +114,16 @@ class Storage:
                 raw = memory.view(torch.uint8) if memory.dtype.itemsize == 1 else memory
                 raw[:, destinations] = raw[:, sources]
 
-    # Balance
+    # Turning the keys
     # -----------------------------------------------------------------------------------------------------------
 
     def forget_fit(self) -> None:
-        self._kv = self.channel_amax = self.key_factor = None
+        self._kv = self.channel_amax = self.turn_factor = None
         self.tokens_fitted = 0
 
     @property
     def is_fitted(self) -> bool:
-        return not self.format.balances_keys or self.tokens_fitted >= TOKENS_TO_FIT
+        return not self.format.turns_keys or self.tokens_fitted >= TOKENS_TO_FIT
 
     def fit(self, key: torch.Tensor) -> torch.Tensor | None:
         """Let new keys `[N, Hkv, D]` widen the factor.
@@ -136,6 +136,6 @@ class Storage:
         self.channel_amax = amax if self.channel_amax is None else torch.maximum(self.channel_amax, amax)
         if before.bit_length() == self.tokens_fitted.bit_length():
             return None
-        previous, self.key_factor = self.key_factor, balance_factor(self.channel_amax)
+        previous, self.turn_factor = self.turn_factor, turn_factor(self.channel_amax)
         self._kv = None
         return previous

@@ -3,15 +3,21 @@
 from .decode import decode_attention
 from .merge import merge_splits
 from .reference import reference_attention, reference_merge_splits, reference_write_kv
+from .rotate import hadamard_block, hadamard_signs, reference_rotate_heads, rotate_heads, unrotate_heads
 from .unified import unified_attention
 from .write import write_kv
 
 __all__ = [
     "decode_attention",
+    "hadamard_block",
+    "hadamard_signs",
     "merge_splits",
     "reference_attention",
     "reference_merge_splits",
+    "reference_rotate_heads",
     "reference_write_kv",
+    "rotate_heads",
     "unified_attention",
+    "unrotate_heads",
     "write_kv",
 ]

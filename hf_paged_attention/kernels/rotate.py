@@ -1,0 +1,119 @@
+"""Queries and keys turned so that eight bits hold them better, their products unchanged.
+
+    q' = (q · f) H,   k' = (k / f) H,   q'·k' = q·k     since H is orthonormal: H Hᵀ = 1
+
+states [N, H, D], factor f [Hkv, D] with one row a KV head, H [D, D] a Hadamard matrix on blocks of the largest power
+of two that divides D. Grid: tiles of BLOCK_ROWS (token, head) rows by tiles of BLOCK_N output channels.
+
+H spreads an outlier channel over its block, as QuaRot does (arXiv:2404.00456, section 4); f makes channels alike
+before. With factors that are powers of two and a matrix of ±1 the products are exact in bf16, so turning keys adds no
+rounding of its own.
+"""
+
+import functools
+
+import torch
+import triton
+import triton.language as tl
+
+
+@functools.cache
+def hadamard_signs(dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
+    """±1 (0 between blocks) `[dim, dim]`; divided by the square root of `hadamard_block(dim)` it is orthonormal."""
+    signs = torch.ones(1, 1)
+    while signs.shape[0] < hadamard_block(dim):
+        signs = torch.cat([torch.cat([signs, signs], 1), torch.cat([signs, -signs], 1)], 0)
+    return torch.block_diag(*[signs] * (dim // signs.shape[0])).to(device, dtype)
+
+
+def hadamard_block(dim: int) -> int:
+    """The largest power of two that divides `dim`."""
+    return dim & -dim
+
+
+def reference_rotate_heads(states: torch.Tensor, factor: torch.Tensor, *, divide: bool) -> torch.Tensor:
+    """What `rotate_heads` computes, in float32 (float64 for float64 states)."""
+    wide = torch.promote_types(states.dtype, torch.float32)
+    tokens, heads, dim = states.shape
+    grouped = states.to(wide).reshape(tokens, factor.shape[0], -1, dim)
+    scaled = grouped / factor.unsqueeze(1) if divide else grouped * factor.unsqueeze(1)
+    turned = scaled @ hadamard_signs(dim, wide, states.device) / hadamard_block(dim) ** 0.5
+    return turned.reshape(tokens, heads, dim)
+
+
+def unrotate_heads(turned: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
+    """The float32 keys `[N, Hkv, D]` that `reference_rotate_heads(..., divide=True)` turned: H is symmetric."""
+    dim = turned.shape[-1]
+    signs = hadamard_signs(dim, turned.dtype, turned.device)
+    return turned @ signs / hadamard_block(dim) ** 0.5 * factor
+
+
+@triton.jit
+def _rotate_kernel(
+    states_ptr,
+    factor_ptr,
+    signs_ptr,
+    out_ptr,
+    num_rows,
+    heads,
+    norm,
+    stride_token,
+    stride_head,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    BLOCK_ROWS: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_N: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
+    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
+    d = tl.arange(0, BLOCK_D)
+    row_held = rows < num_rows
+    head = rows % heads
+    at = (rows // heads).to(tl.int64) * stride_token + head * stride_head
+    held = row_held[:, None] & (d < D)[None, :]
+    x = tl.load(states_ptr + at[:, None] + d[None, :], mask=held, other=0.0).to(tl.float32)
+    f = tl.load(factor_ptr + (head // GROUP)[:, None] * D + d[None, :], mask=held, other=1.0)
+    x = (x / f if DIVIDE else x * f).to(DOT_DTYPE)
+    signs_held = (d < D)[:, None] & (columns < D)[None, :]
+    signs = tl.load(signs_ptr + d[:, None] * D + columns[None, :], mask=signs_held, other=0.0).to(DOT_DTYPE)
+    out = tl.dot(x, signs, input_precision="ieee") * norm
+    out_at = out_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :]
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=row_held[:, None] & (columns < D)[None, :])
+
+
+def rotate_heads(states: torch.Tensor, factor: torch.Tensor, *, divide: bool) -> torch.Tensor:
+    """Turn states `[N, H, D]` (last dimension contiguous) by the factor `[Hkv, D]` of their KV head.
+
+    divide=True for keys (H = Hkv), which come back in float32 to be quantised; False for queries, whose dtype stays.
+    """
+    tokens, heads, dim = states.shape
+    out = torch.empty_like(states, dtype=torch.float32 if divide else None, memory_format=torch.contiguous_format)
+    rows = tokens * heads
+    if not rows:
+        return out
+    interpreted = triton.knobs.runtime.interpret  # whose dot knows no 16-bit floats
+    dot_dtype = torch.float32 if interpreted else states.dtype
+    block_n = min(64, max(16, triton.next_power_of_2(dim)))
+    block_rows = 16 if rows <= 4096 or dot_dtype == torch.float32 else 64
+    _rotate_kernel[(triton.cdiv(rows, block_rows), triton.cdiv(dim, block_n))](
+        states,
+        factor,
+        hadamard_signs(dim, dot_dtype, states.device),
+        out,
+        rows,
+        heads,
+        hadamard_block(dim) ** -0.5,
+        states.stride(0),
+        states.stride(1),
+        GROUP=heads // factor.shape[0],
+        D=dim,
+        DIVIDE=divide,
+        BLOCK_ROWS=block_rows,
+        BLOCK_D=max(16, triton.next_power_of_2(dim)),
+        BLOCK_N=block_n,
+        DOT_DTYPE={torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dot_dtype],
+    )
+    return out
