@@ -62,6 +62,17 @@ def computes_with_the_mask(config: Any) -> bool:
     return str(getattr(config, "model_type", "")).startswith(_COMPUTE_WITH_THE_MASK)
 
 
+def runs_its_own_attention(config: Any) -> bool:
+    """Whether the family's code never asks Transformers' table of attention functions, whatever its name says.
+
+    Such a model would take our 2D mask for its own and lose causality, which for one row raises nothing.
+    """
+    code = sys.modules.get(type(config).__module__.replace("configuration_", "modeling_"))
+    return (
+        code is not None and code.__name__ != type(config).__module__ and not hasattr(code, "ALL_ATTENTION_FUNCTIONS")
+    )
+
+
 def slices_the_mask(config: Any) -> bool:
     """Whether the model cuts old queries off the mask `[batch, heads, queries, keys]` on the way (Gemma 4)."""
     return bool(getattr(config, "num_kv_shared_layers", None))

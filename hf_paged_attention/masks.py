@@ -12,7 +12,7 @@ from typing import Any
 
 import torch
 
-from .compat import computes_with_the_mask, describe_mask_function, slices_the_mask
+from .compat import computes_with_the_mask, describe_mask_function, runs_its_own_attention, slices_the_mask
 
 
 @dataclass(frozen=True)
@@ -72,6 +72,11 @@ def paged_mask(
         )
     if getattr(attention_mask, "paged_info", None) is not None:
         return attention_mask  # generate made it before the forward pass, for a cache of static shape
+    if runs_its_own_attention(config):
+        raise NotImplementedError(
+            f"Models of type {config.model_type!r} run an attention of their own, in which "
+            'attn_implementation="paged_triton" has no part. Use attn_implementation="eager" for them.'
+        )
     if computes_with_the_mask(config):
         raise NotImplementedError(
             f"Models of type {config.model_type!r} compute with the attention mask itself, [batch, heads, queries, "
