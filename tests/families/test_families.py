@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import pytest
 
+from hf_paged_attention import PagedCache
+from hf_paged_attention.cache.layer import PagedLayer
 from tests.families.models import FAMILIES, build
 from tests.families.modes import MODES
 
@@ -29,6 +31,8 @@ def test_family(family, mode, record_property):
     record_property("family", family)
     record_property("mode", mode)
     model = build(family)
+    layers = PagedCache(model.config).layers
+    record_property("paged", f"{sum(isinstance(layer, PagedLayer) for layer in layers)} of {len(layers)}")
     if (family, mode) not in REFUSED:
         MODES[mode](model)
         record_property("seen", "yes")

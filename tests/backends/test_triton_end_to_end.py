@@ -1,0 +1,77 @@
+"""`generate` through the Triton kernels (in the interpreter without a GPU): eager's tokens, and the reference's logits.
+
+A few small cases: the kernels have tests of their own, the families run on the reference backend.
+"""
+
+from __future__ import annotations
+
+import numpy
+import pytest
+import torch
+import triton
+
+from hf_paged_attention import PagedCache
+from hf_paged_attention.attention import NAME
+from tests.families.models import build, prompts
+
+DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
+# NumPy 2.4 no longer makes a number of an array with one element, which the interpreter of Triton 3.6 relies on.
+pytestmark = pytest.mark.skipif(
+    DEVICE == "cpu" and triton.__version__ < "3.7" and numpy.lib.NumpyVersion(numpy.__version__) >= "2.4.0",
+    reason="Triton 3.6 does not interpret kernels with NumPy 2.4; install numpy<2.4",
+)
+NEW = {"max_new_tokens": 4, "do_sample": False}
+
+
+def on_device(family, **overrides):
+    inputs = {name: tensor.to(DEVICE) for name, tensor in prompts(3, 21).items()}
+    return build(family, num_hidden_layers=2, **overrides).to(DEVICE), inputs
+
+
+@pytest.mark.parametrize(
+    ("family", "overrides"),
+    [
+        ("Llama", {}),
+        ("SmolLM", {}),
+        ("Mistral", {}),
+        ("Gemma 2", {"layer_types": ["sliding_attention", "full_attention"]}),
+        ("gpt-oss", {"layer_types": ["sliding_attention", "full_attention"]}),
+    ],
+)
+def test_greedy_tokens_are_eagers(family, overrides):
+    model, inputs = on_device(family, **overrides)
+    want = model.generate(**inputs, **NEW)
+    model.set_attn_implementation(NAME)
+    cache = PagedCache(model.config, block_size=16, backend="triton")
+    assert torch.equal(model.generate(**inputs, past_key_values=cache, **NEW), want)
+
+
+def test_beams_share_blocks():
+    model, inputs = on_device("Mistral")
+    want = model.generate(**inputs, **NEW, num_beams=2)
+    model.set_attn_implementation(NAME)
+    cache = PagedCache(model.config, block_size=16, backend="triton")
+    assert torch.equal(model.generate(**inputs, past_key_values=cache, **NEW, num_beams=2), want)
+
+
+def test_another_cache_is_read_in_place(monkeypatch):
+    model, inputs = on_device("Llama")
+    want = model.generate(**inputs, **NEW)
+    model.set_attn_implementation(NAME)
+    monkeypatch.setenv("HF_PAGED_ATTENTION_BACKEND", "triton")
+    assert torch.equal(model.generate(**inputs, **NEW), want)
+
+
+@pytest.mark.parametrize("kv_dtype", ["bf16", "int8", "fp8"])
+def test_a_format_gives_what_the_reference_gives(kv_dtype):
+    model, inputs = on_device("Gemma 2", layer_types=["sliding_attention", "full_attention"])
+    model.set_attn_implementation(NAME)
+    logits = {}
+    for backend in ("reference", "triton"):
+        cache = PagedCache(model.config, block_size=16, backend=backend, kv_dtype=kv_dtype)
+        with torch.no_grad():
+            prompt = model(**inputs, past_key_values=cache).logits[:, -1]
+            mask = torch.cat([inputs["attention_mask"], inputs["attention_mask"][:, -1:]], 1)
+            step = model(inputs["input_ids"][:, -1:], attention_mask=mask, past_key_values=cache).logits[:, -1]
+        logits[backend] = torch.stack([prompt, step])
+    torch.testing.assert_close(logits["triton"], logits["reference"], atol=6e-2, rtol=6e-2)
