@@ -9,6 +9,7 @@ import matplotlib
 matplotlib.use("Agg")
 import matplotlib.pyplot as plt
 
+TITLES = {"demo": "Gemma 3 270M", "smollm2": "SmolLM2 135M"}
 FLOOR = 1e-7  # nats: below this a divergence is the rounding of float32, and the logarithmic axis ends
 
 
@@ -31,7 +32,7 @@ PANELS = [
 ]
 
 
-def heat_maps(rows: list[dict], path: Path, title: str) -> Path:
+def heat_maps(rows: list[dict], path: Path, model: str) -> Path:
     """Retrieval's rows as a panel each: depth downwards, length to the right, the share found as colour and number."""
     lengths = sorted({cell["length"] for cell in rows[0]["cells"]})
     depths = sorted({cell["depth"] for cell in rows[0]["cells"]})
@@ -59,7 +60,7 @@ def heat_maps(rows: list[dict], path: Path, title: str) -> Path:
         panel.set_yticks(range(len(depths)), [f"{depth:.0f} %" for depth in depths], fontsize=8)
     panels[0][0].set_ylabel("depth of the passkey")
     figure.supxlabel("tokens of text", fontsize=10)
-    figure.suptitle(f"Passkeys found: {title}", fontsize=11)
+    figure.suptitle(f"Passkeys found: {_title(model)}", fontsize=11)
     figure.colorbar(image, ax=panels[0].tolist(), shrink=0.9)
     return _saved(figure, path)
 
@@ -84,7 +85,7 @@ def quality(runs: Sequence[dict], path: Path) -> Path:
                 label=_name(run),
             )
             # Runs of one model differ by little: each writes its labels in its own place and colour.
-            offset = ((8, 6), (8, -12), (-8, 6), (-8, -12))[number % 4]
+            offset = ((-8, 6), (8, -12), (8, 6), (-8, -12))[number % 4]
             for (x, _, _, name), y in zip(points, heights, strict=True):
                 axis.annotate(
                     name,
@@ -123,7 +124,11 @@ def _points(run: dict, panel: Panel) -> list[tuple[float, float, float | None, s
 def _name(run: dict) -> str:
     config = run["config"]
     outliers = f", key outliers ×{config['key_outliers']:g}" if config.get("key_outliers") else ""
-    return f"{config['model'].rstrip('/').split('/')[-1]}{outliers}"
+    return f"{_title(config['model'])}{outliers}"
+
+
+def _title(model: str) -> str:
+    return TITLES.get(model) or model.rstrip("/").split("/")[-1]
 
 
 def _saved(figure, path: Path) -> Path:

@@ -38,9 +38,9 @@ from eval.report import Column
 
 COLUMNS = [
     Column("kv_dtype", "cache"),
-    Column("identical", "identical", ".0%"),
-    Column("common_prefix", "same from start", ".1f"),
-    Column("in_common", "in common", ".1%"),
+    Column("identical", "same text", ".0%"),
+    Column("common_prefix", "same from start", ".1f", terminal=False),
+    Column("in_common", "in common", ".1%", terminal=False),
     Column("edit_distance", "edits", ".1%"),
     Column("lookup", "lookup", ".1%"),
     Column("lookup_nll", "lookup, nats a token", ".3f", terminal=False),
@@ -70,7 +70,7 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--max-new-tokens", type=count(1), default=48, help="tokens to generate")
     parser.add_argument("--questions", type=count(0), default=16, help="questions a task")
     parser.add_argument(
-        "--words", type=count(3), default=32, help=f"words a question holds, at most {len(tasks.WORDS)}"
+        "--words", type=count(tasks.SHOWN + 1), default=24, help=f"words a question holds, at most {len(tasks.WORDS)}"
     )
     parser.add_argument("--seed", type=int, default=0, help="of the questions")
     add_output_arguments(parser)

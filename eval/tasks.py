@@ -13,16 +13,21 @@ _NOUNS = (
 WORDS = _NOUNS.split()
 
 
-def lookup(draw: random.Random, pairs: int) -> Question:
-    """`pairs` lines of a word and its number, all different, and then one of the words again: which number?"""
-    words = draw.sample(WORDS, pairs)
-    numbers = [str(number) for number in draw.sample(range(100, 1000), pairs)]
-    asked = draw.randrange(pairs)
-    lines = "".join(f"{word}: {number}\n" for word, number in zip(words, numbers, strict=True))
-    return Question(f"{lines}{words[asked]}:", f" {numbers[asked]}")
+SHOWN = 3  # answers that a lookup shows before it asks
+
+
+def lookup(draw: random.Random, words: int) -> Question:
+    """`words` lines of a word and its number, three of them again in another order, and a fourth word: which number?"""
+    chosen = draw.sample(WORDS, words)
+    numbers = [str(number) for number in draw.sample(range(100, 1000), words)]
+    lines = [f"{word}: {number}\n" for word, number in zip(chosen, numbers, strict=True)]
+    *shown, asked = draw.sample(range(words), SHOWN + 1)
+    again = "".join(lines[i] for i in shown)
+    return Question(f"{''.join(lines)}\n{again}{chosen[asked]}:", f" {numbers[asked]}")
 
 
 def copying(draw: random.Random, words: int) -> Question:
-    """`words` words in a random order, twice: the second time from the third word on is the answer."""
+    """`words` words in a random order, twice, and the first of them: how does it go on?"""
     chosen = draw.sample(WORDS, words)
-    return Question(f"{' '.join(chosen)}\n{' '.join(chosen[:2])}", f" {' '.join(chosen[2:])}")
+    line = ", ".join(chosen)
+    return Question(f"{line}.\n{line}.\n{chosen[0]}", f", {', '.join(chosen[1:])}")

@@ -71,7 +71,7 @@ def test_prompt_and_answer_are_the_tokens_of_the_whole():
 def test_a_tasks_answer_stands_in_its_prompt(task):
     for seed in range(20):
         question = task(random.Random(seed), 12)
-        line = question.prompt.splitlines()[-1]
-        assert f"{line}{question.answer}" in question.prompt
+        asked = question.prompt.splitlines()[-1]
+        assert f"{asked}{question.answer}" in question.prompt
         prompt, answer = answers.encoded(question, byte_tokenizer())
         assert byte_tokenizer().decode(torch.cat([prompt, answer])) == question.prompt + question.answer
