@@ -9,7 +9,8 @@ from __future__ import annotations
 import torch
 
 from .backends import select
-from .types import AttentionSpec, BatchMetadata, PagedKV
+from .cache.storage import views
+from .types import AttentionSpec, BatchMetadata
 
 
 @torch.library.custom_op("hf_paged_attention::decode_step", mutates_args=("k_memory", "v_memory", "k_scale", "v_scale"))
@@ -33,12 +34,9 @@ def decode_step(
     softcap: float | None,
     backend: str,
 ) -> torch.Tensor:
-    """Attention of query `[B, Hq, 1, D]`: `[B, 1, Hq, Dv]`. `*_memory` are `[Hkv, num_blocks, block_size, D]`."""
+    """Attention of query `[B, Hq, 1, D]`: `[B, 1, Hq, Dv]`. `*_memory` as in `Storage.memory`."""
 
-    def logical(memory: torch.Tensor | None) -> torch.Tensor | None:
-        return None if memory is None else memory.movedim(0, 2)
-
-    kv = PagedKV(logical(k_memory), logical(v_memory), logical(k_scale), logical(v_scale), turn_factor)
+    kv = views((k_memory, v_memory, k_scale, v_scale, turn_factor))
     spec = AttentionSpec(scale, window, softcap, sinks)
     rows = query.shape[0]
     on_host = query.device.type == "cpu"

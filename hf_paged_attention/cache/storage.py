@@ -1,8 +1,9 @@
 """The tensors of one layer: pools of keys and values, their scales, and the keys' turn factor.
 
 In memory a pool is head-outermost, `[Hkv, num_blocks, block_size, D]`: a head's block is one contiguous piece, and
-blocks that follow one another can be read as one. Readers of the code see `[num_blocks, block_size, Hkv, D]`, through
-strides.
+blocks that follow one another can be read as one. 8-bit values on a GPU lie transposed in their block, `[Hkv,
+num_blocks, D, block_size]`: a decode kernel can then multiply the bytes as they are. Readers of the code see
+`[num_blocks, block_size, Hkv, D]`, through strides.
 """
 
 from __future__ import annotations
@@ -20,6 +21,27 @@ FEW_BLOCKS = 64
 TOKENS_TO_FIT = 64
 
 
+Memory = tuple["torch.Tensor | None", ...]
+
+
+def values_by_slot(format_is_scaled: bool, device: torch.device) -> bool:
+    """Whether values lie transposed in their block."""
+    return format_is_scaled and device.type == "cuda"
+
+
+def views(memory: Memory) -> PagedKV:
+    """What backends see of (keys, values, key scales, value scales, turn factor) as they lie in memory."""
+    keys, values, key_scales, value_scales, factor = memory
+    by_slot = values_by_slot(key_scales is not None, keys.device)
+    return PagedKV(
+        keys.movedim(0, 2),
+        values.permute(1, 3, 0, 2) if by_slot else values.movedim(0, 2),
+        None if key_scales is None else key_scales.movedim(0, 2),
+        None if value_scales is None else value_scales.movedim(0, 2),
+        factor,
+    )
+
+
 class Storage:
     """Grows with its block pool; allocated when the first keys say their shape, dtype and device."""
 
@@ -32,17 +54,18 @@ class Storage:
         self.device = key.device
         self.num_blocks = 0
         self._kv: PagedKV | None = None
-        self._k = self._new(self.key_dim)
-        self._v = self._new(self.value_dim)
+        self._k = self._new(self.block_size, self.key_dim)
+        page = (self.block_size, self.value_dim)
+        self._v = self._new(*(reversed(page) if values_by_slot(format.scaled, self.device) else page))
         self._k_scale = self._new_scale() if format.scaled else None
         self._v_scale = self._new_scale() if format.scaled else None
         self.channel_amax: torch.Tensor | None = None
         self.turn_factor: torch.Tensor | None = None
         self.tokens_fitted = 0
 
-    def _new(self, dim: int) -> torch.Tensor:
+    def _new(self, *page: int) -> torch.Tensor:
         dtype = self.format.storage_dtype(self.arriving)
-        return torch.empty(self.num_heads, 0, self.block_size, dim, dtype=dtype, device=self.device)
+        return torch.empty(self.num_heads, 0, *page, dtype=dtype, device=self.device)
 
     def _new_scale(self) -> torch.Tensor:
         return torch.empty(self.num_heads, 0, self.block_size, dtype=torch.float32, device=self.device)
@@ -60,18 +83,10 @@ class Storage:
     def kv(self) -> PagedKV:
         """The pools of the moment; the same object until one of them is replaced."""
         if self._kv is None:
-            self._kv = self._views()
+            self._kv = views(self.memory())
         return self._kv
 
-    def _views(self) -> PagedKV:
-        def logical(memory: torch.Tensor | None) -> torch.Tensor | None:
-            return None if memory is None else memory.movedim(0, 2)
-
-        return PagedKV(
-            logical(self._k), logical(self._v), logical(self._k_scale), logical(self._v_scale), self.turn_factor
-        )
-
-    def memory(self) -> tuple[torch.Tensor | None, ...]:
+    def memory(self) -> Memory:
         """Keys, values, their scales and the keys' factor as they lie in memory, head-outermost."""
         return self._k, self._v, self._k_scale, self._v_scale, self.turn_factor
 

@@ -50,6 +50,11 @@ class UnifiedPlan:
     descriptors: bool = False
 
 
+# Keys a tile that "bytes" needs: with 64, Triton 3.6 lets the product of int8 values read past shared memory (seen with
+# compute-sanitizer on an H200).
+FEWEST_BYTES = 128
+
+
 @dataclass(frozen=True)
 class DecodePlan:
     """block_n keys a tile; about `programs` splits a KV head over all requests, of at least `min_tiles` tiles each.
@@ -89,6 +94,8 @@ class DecodePlan:
         large = min(shape.head_dim, shape.value_dim) >= 32 and self.block_n >= 32
         if products == "bytes" and not (shape.quantized and eight_bit and values_by_slot and large):
             products = "rows"
+        if products == "bytes" and self.block_n < FEWEST_BYTES:
+            products = "rows"
         if products != "rows" and (not whole_pages or replace(self, products=products).query_rows(shape.group) > 32):
             products = "rows"
         descriptors = self.descriptors and products != "rows" and shape.page >= self.block_n
@@ -123,15 +130,15 @@ class DecodeChoice:
 # begin table
 DECODE: dict[str, dict[tuple[str, int], DecodeChoice]] = {
     "hopper": {
-        ("16-bit", 64): DecodeChoice(64, 4, 4, 4, 2, "keys", 2, False),
-        ("16-bit", 128): DecodeChoice(64, 4, 3, 2, 2, "keys", 2, False),
-        ("16-bit", 256): DecodeChoice(32, 4, 3, 2, 2, "rows", 2, False),
-        ("int8", 64): DecodeChoice(128, 4, 3, 4, 1, "bytes", 2, False),
-        ("int8", 128): DecodeChoice(64, 4, 3, 4, 2, "bytes", 2, False),
-        ("int8", 256): DecodeChoice(64, 4, 3, 2, 2, "bytes", 2, False),
+        ("16-bit", 64): DecodeChoice(64, 4, 3, 3, 2, "keys", 2, False),
+        ("16-bit", 128): DecodeChoice(64, 4, 4, 1, 2, "keys", 2, False),
+        ("16-bit", 256): DecodeChoice(64, 4, 3, 1, 2, "keys", 2, True),
         ("fp8", 64): DecodeChoice(128, 4, 3, 4, 1, "bytes", 3, False),
-        ("fp8", 128): DecodeChoice(64, 4, 3, 4, 2, "bytes", 3, False),
-        ("fp8", 256): DecodeChoice(64, 4, 3, 2, 2, "bytes", 3, False),
+        ("fp8", 128): DecodeChoice(128, 4, 3, 2, 2, "bytes", 3, False),
+        ("fp8", 256): DecodeChoice(128, 4, 2, 1, 2, "bytes", 3, False),
+        ("int8", 64): DecodeChoice(128, 4, 3, 4, 1, "bytes", 2, False),
+        ("int8", 128): DecodeChoice(128, 4, 2, 3, 2, "bytes", 2, False),
+        ("int8", 256): DecodeChoice(128, 4, 2, 1, 2, "bytes", 2, False),
     },
     "ampere": {
         ("16-bit", 128): DecodeChoice(64, 4, 3, 2, 2, "rows", 2, False),
@@ -150,10 +157,10 @@ UNIFIED: dict[str, dict[tuple[str, int], UnifiedPlan]] = {
     "hopper": {
         ("16-bit", 128): UnifiedPlan(128, 64, 4, 2, True),
         ("16-bit", 256): UnifiedPlan(128, 64, 8, 2, True),
-        ("int8", 128): UnifiedPlan(128, 64, 8, 3, True),
-        ("int8", 256): UnifiedPlan(128, 32, 8, 2, True),
-        ("fp8", 128): UnifiedPlan(128, 64, 8, 3, True),
-        ("fp8", 256): UnifiedPlan(128, 32, 8, 2, True),
+        ("fp8", 128): UnifiedPlan(128, 64, 4, 3, True),
+        ("fp8", 256): UnifiedPlan(128, 64, 8, 2, True),
+        ("int8", 128): UnifiedPlan(128, 64, 4, 3, True),
+        ("int8", 256): UnifiedPlan(64, 64, 4, 2, True),
     },
     "ampere": {
         ("16-bit", 128): UnifiedPlan(128, 64, 8, 2, False),
@@ -235,7 +242,7 @@ def plan_decode(
         rows = plan.query_rows(shape.group) * (plan.slots if plan.products == "bytes" else 1)
         return tile_bytes(rows, plan.block_n, plan.num_stages, shape, converted=plan.products != "bytes")
 
-    while size(plan) > gpu.shared_memory // 2:
+    while size(plan) > gpu.shared_memory // (1 if row.programs_per_sm == 1 else 2):
         if plan.num_stages > 2:
             plan = replace(plan, num_stages=plan.num_stages - 1)
         elif plan.block_n > 16:
