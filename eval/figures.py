@@ -85,7 +85,7 @@ def quality(runs: Sequence[dict], path: Path) -> Path:
                 label=_name(run),
             )
             # Runs of one model differ by little: each writes its labels in its own place and colour.
-            offset = ((-8, 6), (8, -12), (8, 6), (-8, -12))[number % 4]
+            offset = ((-8, 6), (8, 6), (8, -12), (-8, -12))[number % 4]
             for (x, _, _, name), y in zip(points, heights, strict=True):
                 axis.annotate(
                     name,

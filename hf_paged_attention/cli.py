@@ -18,7 +18,7 @@ PROGRAMS = {
 
 # What `demo` runs, in one process: the model is read once. Both texts are longer than the model's window of 512 tokens.
 DEMO = (
-    "diff --model demo --kv-dtype auto int8 fp8 --max-new-tokens 24",
+    "diff --model demo --kv-dtype auto int8 fp8 --max-new-tokens 16",
     "perplexity --model demo --kv-dtype bf16 int8 fp8 --window 640 --max-windows 1",
 )
 
