@@ -71,6 +71,8 @@ def dataset_text(
         if file.suffix not in FILE_BUILDERS:
             raise BadInput(f"{asked}: a file of no known kind; give {', '.join(FILE_BUILDERS)}")
         where = {"path": FILE_BUILDERS[file.suffix], "data_files": {split: str(file)}}
+    elif file.suffix in FILE_BUILDERS:  # not asked for on the hub, whose client tries again and again
+        raise BadInput(f"{asked}: no such file; give one that is there, a folder or an id on the hub")
     datasets.disable_progress_bars()
     try:
         rows = datasets.load_dataset(**where, split=split, streaming=streaming or streamed)
