@@ -136,6 +136,8 @@ def _attend_paged(layer: PagedLayer, query, key, value, attention_mask, call) ->
     real = step.real_tokens(query.device, width)
     if layer.has_arrived:
         layer.store(_flat(key, real), _flat(value, real), step, batch, backend.write)
+    if real is not None and not real.shape[0]:  # nothing but padding: no kernel is started for no token
+        return query.new_zeros(batch_size, width, query_heads, value.shape[-1])
     out = backend.attend(_flat(query, real), layer.kv(), batch, spec)
     if real is not None:
         padded = out.new_zeros(batch_size * width, query_heads, out.shape[-1])

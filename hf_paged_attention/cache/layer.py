@@ -165,7 +165,8 @@ class PagedLayer(CacheLayerMixin):
             previous = self.storage.fit(key)
             if previous is not None:
                 self._encode_anew(previous)
-        write_kv(key, value, self.storage.kv(), batch.slot_mapping)
+        if key.shape[0]:
+            write_kv(key, value, self.storage.kv(), batch.slot_mapping)
         self.sequences.leave(self.index)
 
     def kv(self) -> PagedKV:

@@ -15,6 +15,7 @@ from transformers import AutoConfig
 from hf_paged_attention import PagedCache
 from hf_paged_attention.attention import paged_attention
 from hf_paged_attention.cache.table import FREED
+from hf_paged_attention.kernels.rotate import unrotate_heads
 
 BLOCK, WINDOW, HEADS, GROUP, DIM = 16, 24, 2, 2, 8
 WINDOWS = (WINDOW, None, WINDOW)
@@ -158,8 +159,8 @@ def check_contents(cache: PagedCache, rows: list[list[int]], tolerance: float = 
             held = pool[where // BLOCK, where % BLOCK].float()
             if scale is not None:
                 held = held * scale[where // BLOCK, where % BLOCK].unsqueeze(-1)
-            if part == 1 and kv.key_factor is not None:
-                held = held * kv.key_factor
+            if part == 1 and kv.turn_factor is not None:
+                held = unrotate_heads(held, kv.turn_factor)
             torch.testing.assert_close(held, torch.stack([s[part] for s in want]), atol=tolerance, rtol=tolerance)
 
 

@@ -132,6 +132,15 @@ def test_a_batch_of_nothing_but_padding(kv_dtype):
     assert cache.stats()["blocks_used"] == 0
 
 
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
+def test_a_step_of_nothing_but_padding_after_a_prompt(kv_dtype):
+    cache = small_cache(kv_dtype=kv_dtype)
+    run_pass(cache, tokens(80))
+    assert all((out == 0).all() for out in run_pass(cache, [[None] * 6]))
+    assert cache.get_seq_length() == 86
+    assert cache.sequences.lengths == [80]
+
+
 @pytest.mark.parametrize("where", ["right", "inside", "left and right"])
 def test_padding_anywhere(where):
     real = tokens(30)[0]
