@@ -5,7 +5,7 @@ import torch
 from paged_batches import DEVICE, make_batch
 
 from hf_paged_attention.kernels import decode_attention, reference_attention, unified_attention
-from hf_paged_attention.kernels.launch import DecodePlan, UnifiedPlan
+from hf_paged_attention.kernels.launch import FEWEST_BYTES, DecodePlan, UnifiedPlan
 
 ON_GPU = DEVICE == "cuda"
 KERNELS = {"unified": unified_attention, "decode": decode_attention}
@@ -217,7 +217,8 @@ def test_no_tokens_and_tokens_past_the_last_request():
     assert out[4:].isnan().all()
 
 
-def plan_with(products, *, pieces=2, descriptors=False, block_n=32):
+def plan_with(products, *, pieces=2, descriptors=False, block_n=None):
+    block_n = block_n or (FEWEST_BYTES if products == "bytes" else 32)
     return DecodePlan(block_n, 4, 2, 4, 1, products=products, pieces=pieces, descriptors=descriptors)
 
 
@@ -261,7 +262,8 @@ class TestProducts:
                 group=3, dtype=torch.float16, pool_dtype=pool_dtype, block_size=block_size, transposed_values=True,
                 **options,
             )  # fmt: skip
-            out, lse = batch.run(decode_attention, plan=plan_with("bytes", pieces=pieces, descriptors=descriptors))
+            plan = plan_with("bytes", pieces=pieces, descriptors=descriptors)
+            out, lse = batch.run(decode_attention, plan=plan)
             want, want_lse = batch.expected()
             allowed = ERROR_OF_PIECES[pool_dtype, pieces]
             torch.testing.assert_close(out.double(), want, atol=max(allowed, 4e-3), rtol=0)
