@@ -94,6 +94,10 @@ def sdpa_calls(spec: Spec, layers: int) -> dict:
         return {}
     q, k, v = _contiguous(spec, layers)
     chunk = 1 < spec.new[0] < spec.contexts[0]
+    if spec.decode:
+        # The heads of a group as rows of one query: all see the same keys, so it is the same attention, and the
+        # kernel can split the keys without repeating any.
+        q = [x.reshape(x.shape[0], spec.sizes.kv_heads, -1, x.shape[-1]) for x in q]
 
     def call_with(backend):
         def call(layer):
@@ -102,7 +106,7 @@ def sdpa_calls(spec: Spec, layers: int) -> dict:
                 options = {"attn_mask": causal_lower_right(spec.new[0], spec.contexts[0])}
             with sdpa_kernel(backend):
                 return torch.nn.functional.scaled_dot_product_attention(
-                    q[layer], k[layer], v[layer], enable_gqa=True, **options
+                    q[layer], k[layer], v[layer], enable_gqa=not spec.decode, **options
                 )
 
         return call
