@@ -10,7 +10,7 @@ from ..types import AttentionSpec, BatchMetadata, PagedKV
 
 
 class Backend(Protocol):
-    """Adding one is a file with this shape and a line in `registry.py`; docs/backends.md walks through it."""
+    """Adding one is a file with this shape and a line in `registry.py`; docs/extending.md walks through it."""
 
     name: str
 
