@@ -10,6 +10,8 @@ PYTEST ?=
 WORKERS ?= 2
 
 INSTALL = $(BIN)/python -m pip install --disable-pip-version-check --progress-bar off --quiet
+# No hub, and one thread a worker: two workers with a thread a core each would get in each other's way.
+RUN = HF_HUB_OFFLINE=1 OMP_NUM_THREADS=1
 export HF_HUB_DISABLE_TELEMETRY = 1
 
 .PHONY: demo test test-oldest lint clean
@@ -18,12 +20,12 @@ demo: $(VENV)/.demo
 	HF_HUB_OFFLINE=1 $(BIN)/hf-paged-attention demo
 
 test: $(VENV)/.test lint
-	HF_HUB_OFFLINE=1 $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST)
+	$(RUN) $(BIN)/python -m pytest -n $(WORKERS) $(PYTEST)
 
 # The oldest versions that are supported, in an environment of their own.
 test-oldest:
 	$(MAKE) VENV=.venv-oldest CONSTRAINTS=constraints-oldest.txt .venv-oldest/.test
-	HF_HUB_OFFLINE=1 .venv-oldest/bin/python -m pytest -n $(WORKERS) $(PYTEST)
+	$(RUN) .venv-oldest/bin/python -m pytest -n $(WORKERS) $(PYTEST)
 
 lint: $(VENV)/.test
 	$(BIN)/ruff check
