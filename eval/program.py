@@ -10,11 +10,22 @@ class BadInput(ValueError):
     """What was asked cannot be done. The message is one line: the argument, its value, and the way out."""
 
 
+class _Help(argparse.ArgumentDefaultsHelpFormatter):
+    """Names the defaults that say something: no None, no False, and a list as it would be typed."""
+
+    def _get_help_string(self, action):
+        if action.default is None or action.default is False:
+            return action.help
+        if isinstance(action.default, list):
+            return f"{action.help} (default: {' '.join(map(str, action.default))})"
+        return super()._get_help_string(action)
+
+
 class Parser(argparse.ArgumentParser):
     """An ArgumentParser whose own complaints are one line as well (argparse prints the whole usage first)."""
 
     def __init__(self, **kwargs):
-        super().__init__(formatter_class=argparse.ArgumentDefaultsHelpFormatter, **kwargs)
+        super().__init__(formatter_class=_Help, **kwargs)
 
     def error(self, message: str):
         raise BadInput(f"{message} (see --help)")
