@@ -40,7 +40,8 @@ class Format:
                 config, kv_dtype=self.kv_dtype, block_size=self.block_size, dtype=dtype
             )
         except (ValueError, NotImplementedError) as error:
-            raise BadInput(f"--kv-dtype {self.name}: {error}") from error
+            blamed = f"--block-size {self.block_size}" if "block_size=" in str(error) else f"--kv-dtype {self.name}"
+            raise BadInput(f"{blamed}: {error}") from error
 
 
 def formats_named(names: list[str], block_size: int | None = None) -> list[Format]:
