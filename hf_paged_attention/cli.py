@@ -13,7 +13,7 @@ PROGRAMS = {
     "generation": ("eval.generation", "continuations and answers under each cache format"),
     "lm-eval": ("eval.lm_harness", "lm-evaluation-harness with its model on a paged cache"),
     "plot": ("eval.plot", "quality against bytes a token, of all runs in a folder"),
-    "bench": ("scripts.benchmark", "speed and memory against what Transformers has"),
+    "bench": ("scripts.benchmark", "speed of the kernels beside PyTorch's own attention"),
 }
 
 # What `demo` runs, in one process: the model is read once. Both texts are longer than the model's window of 512 tokens.
@@ -73,6 +73,12 @@ def main(argv: list[str] | None = None) -> int:
     if command in ("-h", "--help", "help"):
         print(usage())
         return 0
+    if command in ("info", "demo") and rest:
+        if {"-h", "--help"} & set(rest):
+            print(usage())
+            return 0
+        print(f"error: {command}: takes no arguments, not {' '.join(rest)}", file=sys.stderr)
+        return 2
     if command == "info":
         return show_info()
     if command == "demo":

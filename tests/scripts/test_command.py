@@ -47,3 +47,12 @@ def test_a_package_that_is_missing_is_named(monkeypatch, capsys):
     monkeypatch.setattr(cli.importlib, "import_module", missing)
     assert cli.main(["lm-eval"]) == 2
     assert "pip install lm_eval" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("name", ["info", "demo"])
+def test_commands_without_arguments_explain_themselves_and_do_not_run(name, monkeypatch, capsys):
+    monkeypatch.setattr(cli, "DEMO", ("diff --max-new-tokens 0",))
+    assert cli.main([name, "--help"]) == 0
+    assert "usage: hf-paged-attention" in capsys.readouterr().out
+    assert cli.main([name, "--model"]) == 2
+    assert "--model" in capsys.readouterr().err
