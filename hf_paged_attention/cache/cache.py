@@ -152,7 +152,7 @@ class PagedCache(Cache):
         """Memory for `tokens` more tokens a row, so that pools keep their addresses while these are written."""
         for layer in self._paged:
             table = layer.table
-            blocks = table.capacity_for(self.sequences.lengths, tokens)
+            blocks = table.capacity_for(self.sequences.lengths, tokens, self.sequences.keeps_past)
             layer.storage.ensure(max(blocks, layer.storage.num_blocks), table.pool.max_blocks)
 
     def reset(self, keep_prefixes: bool = False) -> None:

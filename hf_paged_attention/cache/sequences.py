@@ -60,6 +60,11 @@ class Sequences:
         """Columns (tokens a row, padding included) that every layer holds: Transformers' sequence length."""
         return min(self.progress, default=0)
 
+    @property
+    def keeps_past(self) -> bool:
+        """Whether sliding layers hold on to what falls behind their windows."""
+        return self.record_past or self.prefixes is not None
+
     def expect_attention(self, layer: int) -> None:
         """`layer` hands new keys on. Raises `RuntimeError` if an earlier layer's were never taken.
 
@@ -102,7 +107,7 @@ class Sequences:
         self.progress[layer] = self._columns
         if self.columns == self._columns:
             self._laggards = []
-            if not self.record_past:
+            if not self.keeps_past:
                 self._release_behind_windows()
 
     def _begin(self, batch_size: int, width: int, valid: torch.Tensor | None) -> None:
@@ -162,7 +167,8 @@ class Sequences:
         next token goes to (`shares_next_block`): nobody would make the copy.
         """
         self._drop_unfinished()
-        self._release_behind_windows()
+        if not self.keeps_past:
+            self._release_behind_windows()
         self._begin(self.batch_size, 1, None)
         self.current = None
         self.progress = [self._columns] * self.num_layers

@@ -51,12 +51,15 @@ class BlockTable:
                 needed += 1
         return needed
 
-    def capacity_for(self, lengths: list[int], new_tokens: int) -> int:
-        """The pool's capacity, at most, after `new_tokens` more tokens a row, given one by one."""
+    def capacity_for(self, lengths: list[int], new_tokens: int, keeps_past: bool) -> int:
+        """The pool's capacity, at most, after `new_tokens` more tokens a row, given one by one.
+
+        keeps_past: what falls behind the window is not given back.
+        """
         more = 0
         for row, length in zip(self.rows, lengths, strict=True):
             blocks = self._blocks_for(length + new_tokens) - len(row)
-            if self.window is not None:
+            if self.window is not None and not keeps_past:
                 blocks = min(blocks, self._blocks_for(self.window) + 2)
             more += blocks
         total = self.pool.capacity + more

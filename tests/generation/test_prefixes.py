@@ -1,0 +1,80 @@
+"""Prompts that share a beginning: with each other, and with what the cache remembers of earlier ones."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+
+import hf_paged_attention
+from hf_paged_attention import PagedCache
+from tests.families.models import VOCABULARY, build, prompts
+
+NEW = {"max_new_tokens": 24, "do_sample": False}
+FAMILIES = ["Llama", "Mistral"]
+
+
+def alike(*tails: int, common: int = 40) -> dict[str, torch.Tensor]:
+    """Left-padded prompts of `common` like tokens and as many others as `tails` says."""
+    random = torch.Generator().manual_seed(3)
+    beginning = torch.randint(3, VOCABULARY, (common,), generator=random)
+    width = common + max(tails)
+    ids, mask = torch.zeros(len(tails), width, dtype=torch.long), torch.zeros(len(tails), width, dtype=torch.long)
+    for row, tail in enumerate(tails):
+        ids[row, width - common - tail :] = torch.cat(
+            [beginning, torch.randint(3, VOCABULARY, (tail,), generator=random)]
+        )
+        mask[row, width - common - tail :] = 1
+    return {"input_ids": ids, "attention_mask": mask}
+
+
+def pair(family: str, **arguments):
+    return build(family), hf_paged_attention.enable(build(family), block_size=16, **arguments)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize(
+    "how",
+    [{}, {"num_beams": 3}, {"prefill_chunk_size": 16}, {"do_sample": True, "num_return_sequences": 2}],
+    ids=["greedy", "beams", "chunks", "sampling"],
+)
+def test_rows_that_begin_alike_give_eagers_tokens(family, how):
+    eager, paged = pair(family)
+    inputs = alike(5, 9, 20)
+    inputs = {name: value[[0, 1, 0, 2]] for name, value in inputs.items()}
+    found = []
+    for model in (eager, paged):
+        torch.manual_seed(0)
+        found.append(model.generate(**inputs, **NEW | how))
+    assert torch.equal(*found)
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+@pytest.mark.parametrize("decode", ["plain", "graph"])
+@pytest.mark.parametrize("bounded", [False, True])
+def test_a_cache_that_remembers_prompts_gives_eagers_tokens(family, decode, bounded):
+    """Known, partly known and unknown prompts, one after another; under `max_blocks` the oldest are forgotten."""
+    eager, paged = pair(family, decode=decode, compile=False)
+    new = {**NEW, "max_new_tokens": 70}  # past the window and several blocks
+    cache = PagedCache(paged.config, block_size=16, prefix_caching=True, max_blocks=26 if bounded else None)
+    for inputs in (alike(5, 9, 20), alike(3, 30, 8), prompts(50, 33, 60), alike(3, 3)):
+        cache.reset(keep_prefixes=True)
+        assert cache.get_seq_length() == 0
+        got = paged.generate(**inputs, past_key_values=cache, **new)
+        assert torch.equal(got, eager.generate(**inputs, **new))
+    assert cache.stats()["blocks_used"] > 0
+    cache.reset()
+    stats = cache.stats()
+    assert (stats["blocks_used"], stats["blocks_shared"], stats["tokens"]) == (0, 0, 0)
+
+
+def test_a_known_prompt_is_matched_up_to_its_last_full_block():
+    _, paged = pair("Llama")
+    cache = PagedCache(paged.config, block_size=16, prefix_caching=True)
+    inputs = alike(5, 9)
+    paged.generate(**inputs, past_key_values=cache, **NEW)
+    cache.reset(keep_prefixes=True)
+    assert cache.match_prefix(**inputs) == 36  # row 0: 4 of padding and two blocks; row 1 has three
+    cache.reset(keep_prefixes=True)
+    assert cache.match_prefix(**prompts(45, 49, seed=8)) == 0
+    cache.reset()
+    assert cache.match_prefix(**inputs) == 0
