@@ -25,13 +25,25 @@ def shared_prefill(
     cache = model_kwargs.get(CACHE_ARGUMENT)
     if not _applies(cache, input_ids, config, model_kwargs):
         return prefill(input_ids, config, model_kwargs, **kwargs)
-    mask = model_kwargs.get("attention_mask")
+    recorded = cache.sequences.record_past
+    try:
+        return _shared(model, prefill, input_ids, config, model_kwargs, **kwargs)
+    except BaseException:
+        # The beginning that was shared is of this prompt alone: the cache was empty, and is so again.
+        cache.reset(keep_prefixes=True)
+        raise
+    finally:
+        cache.sequences.record_past = recorded
+
+
+def _shared(model, prefill, input_ids, config, model_kwargs, **kwargs) -> Any:
+    cache, mask = model_kwargs[CACHE_ARGUMENT], model_kwargs.get("attention_mask")
     known = cache.match_prefix(input_ids, mask) if cache.sequences.prefixes is not None else 0
     unique, copies = _unique_rows(input_ids, mask)
     if len(unique) < len(copies) and known:
         cache.batch_select_indices(torch.tensor(unique))
     if len(unique) > 1 and not known:
-        _prefill_common_beginning(model, cache, input_ids[unique], None if mask is None else mask[unique])
+        _prefill_common_beginning(model, cache, input_ids[unique], None if mask is None else mask[unique], config)
     if len(unique) == len(copies):
         outputs = prefill(input_ids, config, model_kwargs, **kwargs)
     else:
@@ -76,7 +88,7 @@ def _select(value: Any, rows: torch.Tensor, batch: int) -> Any:
 
 
 def _prefill_common_beginning(
-    model: Any, cache: PagedCache, input_ids: torch.Tensor, mask: torch.Tensor | None
+    model: Any, cache: PagedCache, input_ids: torch.Tensor, mask: torch.Tensor | None, config: Any
 ) -> None:
     """Compute the tokens that all prompts begin with in one row, and let every row start with its blocks."""
     prompts, padding = real_tokens(input_ids, mask)
@@ -91,7 +103,8 @@ def _prefill_common_beginning(
     beginning = torch.tensor([prompts[0][:common]], device=input_ids.device)
     recorded, cache.sequences.record_past = cache.sequences.record_past, True
     with torch.no_grad():
-        model(input_ids=beginning, use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache})
+        for chunk in beginning.split(getattr(config, "prefill_chunk_size", None) or common, 1):
+            model(input_ids=chunk, use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache})
     lengths = [columns - pad for pad in padding]
     rows = [cache.sequences.row_blocks(0, length) for length in lengths]
     valid = torch.arange(columns).unsqueeze(0) >= torch.tensor(padding).unsqueeze(1)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 import hf_paged_attention
-from hf_paged_attention import PagedCache
+from hf_paged_attention import CacheFullError, PagedCache
 from tests.families.models import VOCABULARY, build, prompts
 
 NEW = {"max_new_tokens": 24, "do_sample": False}
@@ -78,3 +78,18 @@ def test_a_known_prompt_is_matched_up_to_its_last_full_block():
     assert cache.match_prefix(**prompts(45, 49, seed=8)) == 0
     cache.reset()
     assert cache.match_prefix(**inputs) == 0
+
+
+@pytest.mark.parametrize("max_blocks", [2, 3])
+@pytest.mark.parametrize("decode", ["plain", "graph"])
+def test_a_prompt_that_does_not_fit_leaves_an_empty_cache(max_blocks, decode):
+    """Also where the common beginning did fit: another prompt must not go on from it."""
+    eager, paged = pair("Llama", decode=decode, compile=False)
+    cache = PagedCache(paged.config, block_size=16, max_blocks=max_blocks)
+    with pytest.raises(CacheFullError):
+        paged.generate(**alike(5, 9, 20), past_key_values=cache, **NEW)
+    assert (cache.get_seq_length(), cache.stats()["blocks_used"]) == (0, 0)
+    assert not cache.sequences.record_past
+    short = {**NEW, "max_new_tokens": 8}
+    inputs = prompts(20)
+    assert torch.equal(paged.generate(**inputs, past_key_values=cache, **short), eager.generate(**inputs, **short))
