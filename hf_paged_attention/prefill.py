@@ -67,7 +67,24 @@ def _applies(cache: Any, input_ids: torch.Tensor, config: Any, model_kwargs: dic
         and not any(getattr(config, name, None) for name in _ROW_OUTPUTS)
         # Inputs of other kinds (images, audio) make rows differ that have the same tokens.
         and set(model_kwargs) <= {CACHE_ARGUMENT, "attention_mask", "position_ids", "use_cache", "logits_to_keep"}
+        and _counts_from_left_padding(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
     )
+
+
+def _counts_from_left_padding(input_ids: torch.Tensor, mask: Any, positions: torch.Tensor | None) -> bool:
+    """Whether rows differ in nothing but their tokens: padded on the left only, their positions 0, 1, 2, ..."""
+    if mask is None:
+        mask = torch.ones_like(input_ids)
+    elif not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape:
+        return False
+    real = mask.bool()
+    if (real[:, :-1] & ~real[:, 1:]).any():
+        return False
+    if positions is None:
+        return True
+    if positions.dim() != 2 or positions.shape[1] != input_ids.shape[1]:
+        return False
+    return not ((positions.to(real.device) != real.cumsum(1) - 1) & real).any()
 
 
 def _unique_rows(input_ids: torch.Tensor, mask: torch.Tensor | None) -> tuple[list[int], list[int]]:

@@ -303,11 +303,16 @@ class PagedCache(Cache):
 
 
 def real_tokens(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) -> tuple[list[list[int]], list[int]]:
-    """The tokens of each row of `[B, T]` behind its left padding, and the length of that padding."""
+    """The tokens of each row of `[B, T]` behind its left padding, and the length of that padding.
+
+    Raises `ValueError` for a mask with padding behind real tokens.
+    """
     rows = input_ids.tolist()
     if attention_mask is None:
         return rows, [0] * len(rows)
     real = attention_mask[:, : input_ids.shape[1]].bool().cpu()
+    if (real[:, :-1] & ~real[:, 1:]).any():
+        raise ValueError("attention_mask has padding behind real tokens; prefixes are found in left-padded ones only.")
     padding = (real.int().cumsum(1) == 0).sum(1).tolist()
     return [row[pad:] for row, pad in zip(rows, padding, strict=True)], padding
 

@@ -93,3 +93,26 @@ def test_a_prompt_that_does_not_fit_leaves_an_empty_cache(max_blocks, decode):
     short = {**NEW, "max_new_tokens": 8}
     inputs = prompts(20)
     assert torch.equal(paged.generate(**inputs, past_key_values=cache, **short), eager.generate(**inputs, **short))
+
+
+@pytest.mark.parametrize("case", ["stretched", "rows of their own", "hole"])
+def test_positions_and_padding_that_rows_do_not_share_are_kept(case):
+    eager, paged = pair("Llama")
+    inputs = alike(5, 9, 20)
+    if case == "hole":
+        inputs["attention_mask"][0, 25:28] = 0
+    else:
+        positions = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0) * 3
+        if case == "rows of their own":  # the same tokens twice
+            inputs = {name: value[[0, 0]] for name, value in inputs.items()}
+            positions = torch.stack([positions[0], positions[0] * 2])
+        inputs["position_ids"] = positions
+    assert torch.equal(paged.generate(**inputs, **NEW), eager.generate(**inputs, **NEW))
+
+
+def test_match_prefix_refuses_padding_behind_real_tokens():
+    cache = PagedCache(build("Llama").config, prefix_caching=True)
+    inputs = alike(5, 9)
+    inputs["attention_mask"][0, -3:] = 0
+    with pytest.raises(ValueError, match="left-padded"):
+        cache.match_prefix(**inputs)
