@@ -92,6 +92,11 @@ def why_not(model, logits_processor, stopping_criteria, generation_config, kwarg
         return f"num_beams={generation_config.num_beams}"
     if generation_config.prompt_lookup_num_tokens is not None:
         return "assisted decoding"
+    if kwargs.get("inputs_embeds") is not None:
+        return "inputs_embeds"
+    positions = kwargs.get("position_ids")
+    if positions is not None and positions.dim() != 2:
+        return f"position_ids of {positions.dim()} dimensions"
     if kwargs.get("synced_gpus"):
         return "synced_gpus=True"
     if len(set(getattr(model, "hf_device_map", {"": model.device}).values())) > 1:
@@ -102,6 +107,8 @@ def why_not(model, logits_processor, stopping_criteria, generation_config, kwarg
     for processor in logits_processor:
         if type(processor) not in CAPTURED_PROCESSORS:
             return f"logits processor {type(processor).__name__}"
+        if getattr(processor, "prompt_ignore_length", None) is not None:  # it would count the places to come
+            return f"logits processor {type(processor).__name__} with prompt_ignore_length"
     for criterion in stopping_criteria:
         if type(criterion) not in (MaxLengthCriteria, EosTokenCriteria):
             return f"stopping criterion {type(criterion).__name__}"
@@ -127,6 +134,7 @@ class _Run:
         self.sequence = input_ids[:, :1].repeat(1, max(self.max_length, self.prompt_length))
         self.sequence[:, : self.prompt_length] = input_ids
         self.place = torch.full((1,), self.prompt_length, dtype=torch.int64, device=self.device)
+        self.shift = torch.zeros(self.rows, dtype=torch.int64, device=self.device)  # from lengths to positions
         self.token = torch.zeros(self.rows, dtype=torch.int64, device=self.device)
         self.unfinished = torch.ones(self.rows, dtype=torch.int64, device=self.device)
         self.all_finished = torch.zeros((), dtype=torch.bool, device=self.device)
@@ -138,6 +146,10 @@ class _Run:
         )
         self._choose(outputs.logits[:, -1])
         del outputs
+        positions = self.model_kwargs.get("position_ids")
+        if positions is not None:  # they go on where the caller's end, which need not be at the number of tokens
+            lengths = torch.tensor(self.cache.sequences.lengths, device=self.device)
+            self.shift.copy_(positions[:, -1].to(self.device) + 1 - lengths)
         steps, last = 1, self.max_length - self.prompt_length
         watcher = _Watcher(self)
         watcher.look()
@@ -176,10 +188,10 @@ class _Run:
         self.sequence.index_copy_(1, self.place, token.unsqueeze(1))
         self.place.add_(1)
 
-    def _inputs(self, position_ids: torch.Tensor) -> dict[str, Any]:
+    def _inputs(self, lengths: torch.Tensor) -> dict[str, Any]:
         return {
             "input_ids": self.token.unsqueeze(1),
-            "position_ids": position_ids.unsqueeze(1),
+            "position_ids": (lengths + self.shift).unsqueeze(1),
             CACHE_ARGUMENT: self.cache,
             "use_cache": True,
         }

@@ -1,0 +1,113 @@
+"""`decode="graph"` gives what plain generate gives (uncompiled and uncaptured here: the steps are the same)."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsProcessor
+
+import hf_paged_attention
+from hf_paged_attention import CacheFullError, PagedCache
+from tests.families.models import build, prompts
+
+NEW = {"max_new_tokens": 40, "do_sample": False}
+
+
+def pair(family: str, **arguments):
+    graph = hf_paged_attention.enable(build(family), block_size=16, decode="graph", compile=False, **arguments)
+    return build(family), graph
+
+
+def same(family: str, **how) -> bool:
+    inputs, found = how.pop("inputs", None) or prompts(5, 17, 40), []
+    for model in pair(family):
+        torch.manual_seed(0)
+        found.append(model.generate(**inputs, **NEW | how))
+    return torch.equal(*found)
+
+
+class Streamer:
+    def __init__(self):
+        self.tokens, self.ended = [], False
+
+    def put(self, value):
+        self.tokens += value.flatten().tolist()
+
+    def end(self):
+        self.ended = True
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma 3"])
+@pytest.mark.parametrize(
+    "how",
+    [
+        {},
+        {"max_new_tokens": 1},
+        {"do_sample": True, "temperature": 1.5, "top_p": 0.9, "top_k": 20},
+        {"repetition_penalty": 1.3},
+        {"num_beams": 3, "max_new_tokens": 8},
+    ],
+    ids=["greedy", "one token", "sampling", "penalty", "beams"],
+)
+def test_the_tokens_of_eager_generate(family, how):
+    assert same(family, **how)
+
+
+def test_rows_end_at_their_end_of_sequence_and_the_cache_holds_no_more():
+    eager, graph = pair("Mistral")
+    free = eager.generate(**prompts(5, 17, 40), **NEW)
+    ends = [int(free[0, -30]), int(free[1, -20]), int(free[2, -10])]
+    want = eager.generate(**prompts(5, 17, 40), **NEW, eos_token_id=ends)
+    cache = PagedCache(graph.config, block_size=16)
+    got = graph.generate(**prompts(5, 17, 40), **NEW, eos_token_id=ends, past_key_values=cache)
+    assert torch.equal(got, want)
+    assert cache.get_seq_length() == want.shape[1] - 1
+    cache.reset()
+    assert cache.stats()["blocks_used"] == 0
+
+
+def test_a_streamer_gets_the_same_tokens():
+    eager, graph = pair("Llama")
+    streams = [Streamer(), Streamer()]
+    for model, stream in zip((eager, graph), streams, strict=True):
+        model.generate(**prompts(9), **NEW, streamer=stream)
+    assert streams[0].ended
+    assert vars(streams[0]) == vars(streams[1])
+
+
+def test_a_full_cache_half_way_can_be_reset_and_used():
+    eager, graph = pair("Llama")
+    cache = PagedCache(graph.config, block_size=16, max_blocks=9)
+    with pytest.raises(CacheFullError):
+        graph.generate(**prompts(5, 17, 40), past_key_values=cache, **NEW | {"max_new_tokens": 100})
+    cache.reset()
+    assert cache.stats()["blocks_used"] == 0
+    short = {**NEW, "max_new_tokens": 5}
+    got = graph.generate(**prompts(9, 12), past_key_values=cache, **short)
+    assert torch.equal(got, eager.generate(**prompts(9, 12), **short))
+
+
+def test_int8_short_prompts_are_those_of_plain_decoding():
+    _, graph = pair("Gemma 3", kv_dtype="int8")
+    plain = hf_paged_attention.enable(build("Gemma 3"), block_size=16, kv_dtype="int8")
+    new = {**NEW, "max_new_tokens": 80}
+    assert torch.equal(graph.generate(**prompts(1, 2, 3), **new), plain.generate(**prompts(1, 2, 3), **new))
+
+
+def test_positions_of_the_callers_own_go_on():
+    inputs = prompts(5, 17, 40)
+    inputs["position_ids"] = (inputs["attention_mask"].cumsum(1) - 1).clamp(min=0) * 3
+    assert same("Llama", inputs=inputs)
+
+
+def test_embeddings_in_the_place_of_tokens():
+    embed = build("Llama").get_input_embeddings()
+    ids, mask = prompts(5, 17, 40).values()
+    assert same("Llama", inputs={"inputs_embeds": embed(ids).detach(), "attention_mask": mask})
+
+
+def test_a_penalty_that_ignores_the_prompt():
+    inputs = prompts(40, 40)
+    penalty = RepetitionPenaltyLogitsProcessor(1e9, prompt_ignore_length=40)
+    favourites = SuppressTokensLogitsProcessor([t for t in range(211) if t not in (int(inputs["input_ids"][0, 0]), 7)])
+    assert same("Llama", inputs=inputs, logits_processor=[favourites, penalty], max_new_tokens=2)
