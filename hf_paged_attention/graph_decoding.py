@@ -222,12 +222,16 @@ class _Run:
             for _ in range(steps):
                 sequences.enter_together()
                 state.follow(sequences.tables)
-                if graph is not None:
-                    graph.replay()
-                else:
-                    self._device_step(state, forward)  # compiles, and warms up what the capture needs
-                    if self.captures:
-                        graph = self._capture(state, forward)
+                try:
+                    if graph is not None:
+                        graph.replay()
+                    else:
+                        self._device_step(state, forward)  # compiles, and warms up what the capture needs
+                        if self.captures:
+                            graph = self._capture(state, forward)
+                except BaseException:
+                    sequences.crop(1)  # not every layer has stored this step's tokens
+                    raise
                 done += 1
                 watcher.look()
                 if watcher.stopped:

@@ -111,3 +111,26 @@ def test_a_penalty_that_ignores_the_prompt():
     penalty = RepetitionPenaltyLogitsProcessor(1e9, prompt_ignore_length=40)
     favourites = SuppressTokensLogitsProcessor([t for t in range(211) if t not in (int(inputs["input_ids"][0, 0]), 7)])
     assert same("Llama", inputs=inputs, logits_processor=[favourites, penalty], max_new_tokens=2)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_an_exception_in_a_step_loses_that_step_alone(family):
+    eager, graph = pair(family)
+    inputs, calls = prompts(5, 17, 40), []
+
+    def hook(*_):
+        calls.append(1)
+        if len(calls) == 6:
+            raise InterruptedError
+
+    cache = PagedCache(graph.config, block_size=16)
+    handle = graph.model.layers[1].mlp.register_forward_pre_hook(hook)
+    with pytest.raises(InterruptedError):
+        graph.generate(**inputs, past_key_values=cache, **NEW)
+    handle.remove()
+    want = eager.generate(**inputs, **NEW)
+    assert cache.get_seq_length() == 44
+    mask = torch.cat([inputs["attention_mask"], torch.ones(3, 5, dtype=torch.long)], 1)
+    rest = {**NEW, "max_new_tokens": 35}
+    got = graph.generate(want[:, :45], attention_mask=mask, past_key_values=cache, **rest)
+    assert torch.equal(got, want)
