@@ -155,6 +155,10 @@ class _Run:
         watcher.look()
         while steps < last and not watcher.stopped:
             if self._must_run_eagerly():
+                # Such a step gives back what lies behind the windows, so that it cannot be taken back.
+                watcher.catch_up()
+                if watcher.stopped:
+                    break
                 self._eager_step()
                 watcher.look()
                 steps += 1
@@ -271,6 +275,11 @@ class _Watcher:
             flag, token = flag.clone(), None if token is None else token.clone()
         self._pending.append((flag, token, event))
         if len(self._pending) > (1 if run.captures else 0):
+            self._read()
+
+    def catch_up(self) -> None:
+        """Read what is pending, waiting for the device."""
+        while self._pending and not self.stopped:
             self._read()
 
     def finish(self) -> int:

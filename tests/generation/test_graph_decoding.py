@@ -7,7 +7,7 @@ import torch
 from transformers.generation.logits_process import RepetitionPenaltyLogitsProcessor, SuppressTokensLogitsProcessor
 
 import hf_paged_attention
-from hf_paged_attention import CacheFullError, PagedCache
+from hf_paged_attention import CacheFullError, PagedCache, graph_decoding
 from tests.families.models import build, prompts
 
 NEW = {"max_new_tokens": 40, "do_sample": False}
@@ -134,3 +134,21 @@ def test_an_exception_in_a_step_loses_that_step_alone(family):
     rest = {**NEW, "max_new_tokens": 35}
     got = graph.generate(want[:, :45], attention_mask=mask, past_key_values=cache, **rest)
     assert torch.equal(got, want)
+
+
+@pytest.mark.parametrize("end", [14, 15])
+def test_steps_too_many_are_cropped_behind_a_window_too(end, monkeypatch):
+    """As on a GPU, whether all rows have finished is read one step late, while int8 factors are still fitted."""
+
+    def look(watcher):
+        watcher._pending.append((watcher.run.all_finished.clone(), None, None))
+        if len(watcher._pending) > 1:
+            watcher._read()
+
+    monkeypatch.setattr(graph_decoding._Watcher, "look", look)
+    plain = hf_paged_attention.enable(build("Mistral"), block_size=16, kv_dtype="int8")
+    _, graph = pair("Mistral", kv_dtype="int8")
+    inputs = prompts(16)
+    token = int(plain.generate(**inputs, **NEW)[0, 16 + end])
+    want = plain.generate(**inputs, **NEW, eos_token_id=token)
+    assert torch.equal(graph.generate(**inputs, **NEW, eos_token_id=token), want)
