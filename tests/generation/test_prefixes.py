@@ -48,15 +48,16 @@ def test_rows_that_begin_alike_give_eagers_tokens(family, how):
     assert torch.equal(*found)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("decode", ["plain", "graph"])
-@pytest.mark.parametrize("bounded", [False, True])
+@pytest.mark.parametrize(
+    ("family", "decode", "bounded"),
+    [("Llama", "plain", True), ("Mistral", "plain", False), ("Mistral", "graph", True)],
+)
 def test_a_cache_that_remembers_prompts_gives_eagers_tokens(family, decode, bounded):
     """Known, partly known and unknown prompts, one after another; under `max_blocks` the oldest are forgotten."""
     eager, paged = pair(family, decode=decode, compile=False)
-    new = {**NEW, "max_new_tokens": 70}  # past the window and several blocks
-    cache = PagedCache(paged.config, block_size=16, prefix_caching=True, max_blocks=26 if bounded else None)
-    for inputs in (alike(5, 9, 20), alike(3, 30, 8), prompts(50, 33, 60), alike(3, 3)):
+    new = {**NEW, "max_new_tokens": 56}  # past the window and several blocks
+    cache = PagedCache(paged.config, block_size=16, prefix_caching=True, max_blocks=16 if bounded else None)
+    for inputs in (alike(5, 20), alike(3, 8), prompts(50, 60), alike(3, 3)):
         cache.reset(keep_prefixes=True)
         assert cache.get_seq_length() == 0
         got = paged.generate(**inputs, past_key_values=cache, **new)
