@@ -26,8 +26,8 @@ class PagedCache(Cache):
 
     Args:
         config: the model's config (or its text part).
-        kv_dtype: "auto" (as keys and values arrive), "bf16", "fp16", "int8" (turned keys, one scale a token and KV
-            head) or "fp8" (e4m3, one scale a token and KV head).
+        kv_dtype: "auto" (as keys and values arrive), "bf16", "fp16", "int8" or "fp8" (e4m3), both with
+            turned keys and one scale a token and KV head.
         block_size: tokens a block, a power of two from 16 to 256; None picks the default, 64.
         max_blocks: bound of the blocks of one layer; None: as many as memory holds.
         dtype: the dtype in which keys will arrive, for `bytes_per_token` before the first forward pass.

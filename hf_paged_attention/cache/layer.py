@@ -176,8 +176,10 @@ class PagedLayer(CacheLayerMixin):
         """Keys stored under the `previous` factor `[Hkv, D]` are stored under the present one."""
         held = [block for block, count in enumerate(self.table.pool.reference_counts) if count]
         kv = self.storage.kv()
-        turned = kv.k_pool[held].float() * kv.k_scale[held].unsqueeze(-1)
+        stored = kv.k_pool.view(torch.uint8)  # float8 cannot be indexed everywhere; bytes can
+        turned = stored[held].view(kv.k_pool.dtype).float() * kv.k_scale[held].unsqueeze(-1)
         blocks, size, heads, dim = turned.shape
         unturned = unrotate_heads(turned.reshape(blocks * size, heads, dim), previous)
         again = reference_rotate_heads(unturned, kv.turn_factor, divide=True).view(blocks, size, heads, dim)
-        kv.k_pool[held], kv.k_scale[held] = encode(again, kv.k_pool.dtype)
+        codes, kv.k_scale[held] = encode(again, kv.k_pool.dtype)
+        stored[held] = codes.view(torch.uint8)
