@@ -43,7 +43,7 @@ def _shared(model, prefill, input_ids, config, model_kwargs, **kwargs) -> Any:
     if len(unique) < len(copies) and known:
         cache.batch_select_indices(torch.tensor(unique))
     if len(unique) > 1 and not known:
-        _prefill_common_beginning(model, cache, input_ids[unique], None if mask is None else mask[unique], config)
+        _prefill_common_beginning(model, cache, input_ids[unique], None if mask is None else mask[unique])
     if len(unique) == len(copies):
         outputs = prefill(input_ids, config, model_kwargs, **kwargs)
     else:
@@ -63,6 +63,8 @@ def _applies(cache: Any, input_ids: torch.Tensor, config: Any, model_kwargs: dic
         and cache.sequences.batch_size is None
         and input_ids.dim() == 2
         and input_ids.shape[1] > 1
+        # Transformers 5.17 counts chunks from 0 also where the cache holds a beginning.
+        and getattr(config, "prefill_chunk_size", None) is None
         and model_kwargs.get("inputs_embeds") is None
         and not any(getattr(config, name, None) for name in _ROW_OUTPUTS)
         # Inputs of other kinds (images, audio) make rows differ that have the same tokens.
@@ -105,7 +107,7 @@ def _select(value: Any, rows: torch.Tensor, batch: int) -> Any:
 
 
 def _prefill_common_beginning(
-    model: Any, cache: PagedCache, input_ids: torch.Tensor, mask: torch.Tensor | None, config: Any
+    model: Any, cache: PagedCache, input_ids: torch.Tensor, mask: torch.Tensor | None
 ) -> None:
     """Compute the tokens that all prompts begin with in one row, and let every row start with its blocks."""
     prompts, padding = real_tokens(input_ids, mask)
@@ -120,8 +122,7 @@ def _prefill_common_beginning(
     beginning = torch.tensor([prompts[0][:common]], device=input_ids.device)
     recorded, cache.sequences.record_past = cache.sequences.record_past, True
     with torch.no_grad():
-        for chunk in beginning.split(getattr(config, "prefill_chunk_size", None) or common, 1):
-            model(input_ids=chunk, use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache})
+        model(input_ids=beginning, use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache})
     lengths = [columns - pad for pad in padding]
     rows = [cache.sequences.row_blocks(0, length) for length in lengths]
     valid = torch.arange(columns).unsqueeze(0) >= torch.tensor(padding).unsqueeze(1)
