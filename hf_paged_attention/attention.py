@@ -131,7 +131,14 @@ def _refuse(module, query, attention_mask, dropout: float, kwargs: dict[str, Any
 def _attend_paged(layer: PagedLayer, query, key, value, attention_mask, call) -> torch.Tensor:
     spec, backend = call
     batch_size, query_heads, width, _ = query.shape
-    step = layer.enter(batch_size, width, lambda: _new_token_mask(attention_mask, width))
+
+    def valid() -> torch.Tensor | None:
+        real = _new_token_mask(attention_mask, width)
+        if hasattr(attention_mask, "paged_info"):  # a model's, whose windows count columns
+            layer.sequences.refuse_gaps(real)
+        return real
+
+    step = layer.enter(batch_size, width, valid)
     batch = step.metadata(layer.table, query.device, width)
     real = step.real_tokens(query.device, width)
     if layer.has_arrived:

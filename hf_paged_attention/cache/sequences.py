@@ -137,6 +137,30 @@ class Sequences:
         else:
             self._segments.append((width, valid))
 
+    def refuse_gaps(self, valid: torch.Tensor | None) -> None:
+        """`ValueError` where new tokens would stand behind padding that stands behind others, and a layer has a window.
+
+        A sliding window counts columns, and only real tokens are stored: padding between them would widen it.
+        """
+        if not any(window is not None for window in self.tables):
+            return
+        # By row: 0 before any real token, 1 after one, 2 where padding followed it.
+        last = self._segments[-1][1] if self._segments else None
+        state = torch.tensor([min(length, 1) for length in self.lengths] or [0])
+        if last is not None:
+            state = torch.where((state == 1) & ~last[:, -1], 2, state)
+        if valid is None:
+            bad = state == 2
+        else:
+            seen = (valid.int().cumsum(1) > 0) | (state > 0).unsqueeze(1)
+            padding = (seen & ~valid).int().cumsum(1) > 0
+            bad = (valid & (padding | (state == 2).unsqueeze(1))).any(1)
+        if bad.any():
+            raise ValueError(
+                f"attention_mask has padding between real tokens in rows {bad.nonzero().flatten().tolist()}, and this "
+                "model has sliding windows, which count it. Pad on the left."
+            )
+
     def _make_room(self, window: int | None, blocks: int) -> None:
         pool = self.tables[window].pool
         if self.prefixes is not None and pool.max_blocks is not None:

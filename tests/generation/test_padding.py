@@ -103,3 +103,21 @@ def test_keys_of_zero_and_values_of_1e4_in_8_bits(kv_dtype, factor):
         got = model(ids, past_key_values=PagedCache(model.config, block_size=16, kv_dtype=kv_dtype)).logits
     assert torch.isfinite(got).all()
     assert (got.argmax(-1) == want.argmax(-1)).float().mean() > 0.6
+
+
+@torch.no_grad()
+def test_padding_between_real_tokens_is_refused_where_windows_would_count_it():
+    model = build("Mistral")
+    model.set_attn_implementation(NAME)
+    ids = torch.randint(3, 200, (2, 12), generator=torch.Generator().manual_seed(0))
+    mask = torch.ones_like(ids)
+    mask[1, 5] = 0
+    cache = PagedCache(model.config, block_size=16)
+    with pytest.raises(ValueError, match=r"attention_mask.*rows \[1\].*Pad on the left"):
+        model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+    assert cache.get_seq_length() == 0
+    mask[1, 5], mask[1, -2:] = 1, 0  # right padding: refused once a real token follows it
+    model(ids, attention_mask=mask, past_key_values=cache, use_cache=True)
+    longer = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], 1)
+    with pytest.raises(ValueError, match=r"rows \[1\]"):
+        model(ids[:, :1], attention_mask=longer, past_key_values=cache, use_cache=True)
