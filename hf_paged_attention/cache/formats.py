@@ -70,11 +70,3 @@ def turn_factor(channel_amax: torch.Tensor) -> torch.Tensor:
     amax = torch.maximum(amax, amax.mean(-1, keepdim=True) * QUIETEST)
     factor = torch.exp2((torch.log2(amax) * EVENNESS).round())
     return torch.where(amax > 0, factor, torch.ones_like(factor))
-
-
-def encode(values: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    """Symmetric encoding of `[..., D]` with one scale a vector: (encoded `[..., D]`, float32 scales `[...]`)."""
-    largest = 127.0 if dtype == torch.int8 else torch.finfo(dtype).max
-    scale = values.float().abs().amax(-1) / largest
-    unit = values.float() / torch.where(scale > 0, scale, torch.ones_like(scale)).unsqueeze(-1)
-    return (unit.round() if dtype == torch.int8 else unit).clamp(-largest, largest).to(dtype), scale

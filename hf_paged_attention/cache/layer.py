@@ -9,10 +9,10 @@ from typing import Any
 import torch
 from transformers.cache_utils import CacheLayerMixin
 
-from ..kernels import reference_rotate_heads, unrotate_heads
+from ..kernels import quantize, reference_rotate_heads, unrotate_heads
 from ..types import BatchMetadata, PagedKV
 from .batch import ForwardPass
-from .formats import Format, encode
+from .formats import Format
 from .sequences import Sequences
 from .storage import Storage
 from .table import BlockTable
@@ -181,5 +181,5 @@ class PagedLayer(CacheLayerMixin):
         blocks, size, heads, dim = turned.shape
         unturned = unrotate_heads(turned.reshape(blocks * size, heads, dim), previous)
         again = reference_rotate_heads(unturned, kv.turn_factor, divide=True).view(blocks, size, heads, dim)
-        codes, kv.k_scale[held] = encode(again, kv.k_pool.dtype)
+        codes, kv.k_scale[held] = quantize(again, kv.k_pool.dtype)
         stored[held] = codes.view(torch.uint8)

@@ -2,7 +2,7 @@
 
 from .decode import decode_attention
 from .merge import merge_splits
-from .reference import reference_attention, reference_merge_splits, reference_write_kv
+from .reference import quantize, reference_attention, reference_merge_splits, reference_write_kv
 from .rotate import hadamard_block, hadamard_signs, reference_rotate_heads, rotate_heads, unrotate_heads
 from .unified import unified_attention
 from .write import write_kv
@@ -12,6 +12,7 @@ __all__ = [
     "hadamard_block",
     "hadamard_signs",
     "merge_splits",
+    "quantize",
     "reference_attention",
     "reference_merge_splits",
     "reference_rotate_heads",

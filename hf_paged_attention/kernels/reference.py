@@ -100,7 +100,7 @@ def reference_merge_splits(partial_out: torch.Tensor, partial_lse: torch.Tensor)
     return (weights[..., None] * out).sum(0), lse
 
 
-def _quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
     """Symmetric codes and scales, one scale a row of the last dimension."""
     largest = 127.0 if dtype == torch.int8 else 448.0
     # The floor keeps a token of zeros, or of denormals, from dividing by zero.
@@ -131,7 +131,7 @@ def reference_write_kv(
         if scales is None:
             pool[at] = x.to(pool.dtype)
         else:
-            codes, row_scales = _quantize(x.float(), pool.dtype)
+            codes, row_scales = quantize(x.float(), pool.dtype)
             # Indexed writes of float8 are not implemented everywhere; bytes are.
             pool.view(torch.uint8)[at] = codes.view(torch.uint8)
             scales[at] = row_scales
