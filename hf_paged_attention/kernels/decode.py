@@ -13,6 +13,7 @@ import triton.language as tl
 from .checks import check_attention, strides_or_zeros
 from .convert import ASSEMBLY, FLOAT, dot_dtypes, pool_bytes, pool_factor, pool_format
 from .counters import take_counters
+from .dependent import dependent_launch, follow
 from .launch import DecodePlan, plan_decode
 from .merge import merge_partials
 from .pool_descriptors import pool_matrix
@@ -51,6 +52,29 @@ def store_rows(
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=row_held[:, None] & (dv < DV)[None, :])
     if lse_ptr is not None:
         tl.store(lse_ptr + heads * stride_lse_head, lse, mask=row_held)
+
+
+@triton.jit
+def store_partial(partial_out_ptr, partial_lse_ptr, out, lse, at, held, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Rows `at` of the partial outputs, past L1: another SM reads them."""
+    dv = tl.arange(0, BLOCK_DV)
+    out_at = partial_out_ptr + at[:, None] * DV + dv[None, :]
+    tl.store(out_at, out, mask=held[:, None] & (dv < DV)[None, :], cache_modifier=".cg")
+    tl.store(partial_lse_ptr + at, lse, mask=held, cache_modifier=".cg")
+
+
+@triton.jit
+def arrives_last(counter_at, expected):
+    """Whether this program is the last of `expected` to come here; the last leaves the counter at 0 for the next launch.
+
+    What the others stored before they came is visible to it.
+    """
+    # Every thread's stores must come before the one thread's release.
+    tl.debug_barrier()
+    last = tl.atomic_add(counter_at, 1, sem="acq_rel", scope="gpu") == expected - 1
+    if last:
+        tl.store(counter_at, 0)
+    return last
 
 
 @triton.jit(do_not_specialize=["num_requests", "split_programs", "min_tiles"])
@@ -125,7 +149,9 @@ def _decode_kernel(
     BLOCK_S: tl.constexpr,
     KEY_DTYPE: tl.constexpr,
     VALUE_DTYPE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    follow(DEPENDENT)
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
     kv_heads = tl.num_programs(0)
@@ -317,34 +343,59 @@ def _decode_kernel(
 
     if num_splits == 1:
         store_rows(out_ptr, lse_ptr, acc, lse, heads, row_held, stride_out_head, stride_lse_head, DV, BLOCK_DV)
-    else:
-        query_heads = kv_heads * GROUP
-        partial = program.to(tl.int64) * query_heads + heads
-        partial_at = partial_out_ptr + partial[:, None] * DV + dv[None, :]
-        tl.store(partial_at, acc, mask=row_held[:, None] & (dv < DV)[None, :], cache_modifier=".cg")
-        tl.store(partial_lse_ptr + partial, lse, mask=row_held, cache_modifier=".cg")
-        # Every thread's stores must come before the one thread's release.
-        tl.debug_barrier()
-        counter_at = counter_ptr + request * kv_heads + kv_head
-        if tl.atomic_add(counter_at, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
-            # The last split to finish merges them all, and leaves the counter as it found it.
-            tl.store(counter_at, 0)
-            group = tl.arange(0, BLOCK_G)
-            group_heads = kv_head * GROUP + group
-            group_held = group < GROUP
-            merged, merged_lse = merge_partials(
-                partial_out_ptr,
-                partial_lse_ptr,
-                first_program,
-                num_splits,
-                query_heads,
-                group_heads,
-                group_held,
-                DV,
-                BLOCK_G,
-                BLOCK_S,
-                BLOCK_DV,
-            )
+        return
+    # The last split to finish merges its team of BLOCK_S splits, the last team to finish the teams: one program alone
+    # would read the partial outputs of a long request for longer than all programs read a short one's keys.
+    query_heads = kv_heads * GROUP
+    partials = tl.num_programs(1)
+    store_partial(
+        partial_out_ptr, partial_lse_ptr, acc, lse, program.to(tl.int64) * query_heads + heads, row_held, DV, BLOCK_DV
+    )
+    group = tl.arange(0, BLOCK_G)
+    group_heads = kv_head * GROUP + group
+    group_held = group < GROUP
+    team = split // BLOCK_S
+    teams = tl.cdiv(num_splits, BLOCK_S)
+    first_of_team = first_program + team * BLOCK_S
+    splits_in_team = tl.minimum(num_splits - team * BLOCK_S, BLOCK_S)
+    if arrives_last(counter_ptr + first_of_team * kv_heads + kv_head, splits_in_team):
+        merged, merged_lse = merge_partials(
+            partial_out_ptr,
+            partial_lse_ptr,
+            first_of_team,
+            1,
+            splits_in_team,
+            query_heads,
+            group_heads,
+            group_held,
+            DV,
+            BLOCK_G,
+            BLOCK_S,
+            BLOCK_DV,
+        )
+        is_whole = teams == 1
+        if teams > 1:
+            # In place of the team's first split, which every thread has read by now.
+            tl.debug_barrier()
+            first_rows = first_of_team.to(tl.int64) * query_heads + group_heads
+            store_partial(partial_out_ptr, partial_lse_ptr, merged, merged_lse, first_rows, group_held, DV, BLOCK_DV)
+            if arrives_last(counter_ptr + (partials + request) * kv_heads + kv_head, teams):
+                merged, merged_lse = merge_partials(
+                    partial_out_ptr,
+                    partial_lse_ptr,
+                    first_program,
+                    BLOCK_S,
+                    teams,
+                    query_heads,
+                    group_heads,
+                    group_held,
+                    DV,
+                    BLOCK_G,
+                    BLOCK_S,
+                    BLOCK_DV,
+                )
+                is_whole = True
+        if is_whole:
             store_rows(
                 out_ptr,
                 lse_ptr,
@@ -428,7 +479,7 @@ def decode_attention(
         lse,
         partial_out,
         partial_lse,
-        take_counters(shape.requests * shape.kv_heads, query.device),
+        take_counters((programs + shape.requests) * shape.kv_heads, query.device),
         query_start_loc,
         seq_lens,
         block_table,
@@ -478,5 +529,6 @@ def decode_attention(
         VALUE_DTYPE=value_dtype,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
+        **dependent_launch(query.device),
     )
     return out

@@ -226,6 +226,12 @@ def plan_unified(
     return plan
 
 
+def merge_splits(shape: AttentionShape, num_warps: int) -> int:
+    """Partial outputs that a program merges at once: as many as 128 registers a thread hold, from 4 to 32."""
+    elements = triton.next_power_of_2(shape.group) * triton.next_power_of_2(shape.value_dim)
+    return min(32, max(4, 128 * 32 * num_warps // elements))
+
+
 def plan_decode(
     shape: AttentionShape, *, max_seq_len: int, window: int | None = None, gpu: Gpu | None = None
 ) -> DecodePlan:
@@ -234,7 +240,7 @@ def plan_decode(
     row = _row(DECODE, gpu, shape) or DecodeChoice(64, 4, 3, 4, 2, "rows", 2, False)
     programs = max(1, triton.cdiv(row.programs_per_sm * gpu.sms, shape.kv_heads))
     plan = DecodePlan(
-        row.block_n, row.num_warps, row.num_stages, programs, row.min_tiles,
+        row.block_n, row.num_warps, row.num_stages, programs, row.min_tiles, merge_splits(shape, row.num_warps),
         products=row.products, pieces=row.pieces, descriptors=row.descriptors,
     )  # fmt: skip
 

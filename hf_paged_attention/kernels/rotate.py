@@ -16,6 +16,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .dependent import dependent_launch, follow
 
 @functools.cache
 def hadamard_signs(dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
@@ -66,7 +67,9 @@ def _rotate_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_N: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    follow(DEPENDENT)
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
     columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
     d = tl.arange(0, BLOCK_D)
@@ -115,5 +118,6 @@ def rotate_heads(states: torch.Tensor, factor: torch.Tensor, *, divide: bool) ->
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
         BLOCK_N=block_n,
         DOT_DTYPE={torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dot_dtype],
+        **dependent_launch(states.device),
     )
     return out

@@ -14,6 +14,7 @@ import triton.language as tl
 
 from .checks import check_attention, strides_or_zeros
 from .convert import FLOAT, dot_dtypes, pool_bytes, pool_factor, pool_format
+from .dependent import dependent_launch, follow
 from .launch import UnifiedPlan, plan_unified
 from .pool_descriptors import pool_matrix
 from .softmax import LN_2, LOG2_E, attend_tiles
@@ -98,7 +99,9 @@ def _unified_kernel(
     VALUE_DTYPE: tl.constexpr,
     VALUES_BY_SLOT: tl.constexpr,
     NEGATED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    follow(DEPENDENT)
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(0)
     tile = tl.num_programs(1) - 1 - tl.program_id(1)
@@ -345,5 +348,6 @@ def unified_attention(
         NEGATED=scale < 0,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
+        **dependent_launch(query.device),
     )
     return out

@@ -23,6 +23,7 @@ from .convert import (
     pool_format,
     round_half_even,
 )
+from .dependent import dependent_launch, follow
 from .launch import plan_write
 
 
@@ -82,7 +83,9 @@ def _write_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    follow(DEPENDENT)
     program = tl.program_id(0).to(tl.int64)
     if BY_SLOT:
         tokens = program // kv_heads * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -195,4 +198,5 @@ def write_kv(
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_DV=triton.next_power_of_2(value.shape[-1]),
         num_warps=plan.num_warps,
+        **dependent_launch(key.device),
     )
