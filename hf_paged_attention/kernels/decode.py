@@ -65,7 +65,7 @@ def store_partial(partial_out_ptr, partial_lse_ptr, out, lse, at, held, DV: tl.c
 
 @triton.jit
 def arrives_last(counter_at, expected):
-    """Whether this program is the last of `expected` to come here; the last leaves the counter at 0 for the next launch.
+    """Whether this program is the last of `expected` to come here; it leaves the counter at 0 for the next launch.
 
     What the others stored before they came is visible to it.
     """
@@ -182,7 +182,6 @@ def _decode_kernel(
     row_held = rows < GROUP
     heads = kv_head * GROUP + rows
     d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
     token = request.to(tl.int64)
     if query_start_ptr is not None:
         token = tl.load(query_start_ptr + request).to(tl.int64)

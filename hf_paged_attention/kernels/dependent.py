@@ -1,6 +1,7 @@
-"""Programmatic dependent launch (CUDA programming guide, section of that name; Hopper on): a kernel's programs are put in
-place while the kernel before it in the stream still runs, and wait there for its end. Saves the time between two launches,
-which at short contexts is a good part of a decode step's attention.
+"""Programmatic dependent launch (CUDA programming guide, section of that name; Hopper on).
+
+A kernel's programs are put in place while the kernel before it in the stream still runs, and wait there for its end.
+That saves the time between two launches, a good part of a decode step's attention at short contexts.
 
 A kernel launched so must call `follow` before it reads or writes anything in memory.
 """
@@ -22,7 +23,7 @@ def follow(DEPENDENT: tl.constexpr):
 
 
 def dependent_launch(device: torch.device) -> dict[str, bool]:
-    """The arguments of a launch: whether the kernel is to `follow`, and the launch attribute that makes it necessary."""
+    """Arguments of a launch: whether the kernel is to `follow`, and the launch attribute that makes it necessary."""
     if gpu_of(device).kind != "hopper":
         return {"DEPENDENT": False}
     return {"DEPENDENT": True, "launch_pdl": True}

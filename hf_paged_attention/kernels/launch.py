@@ -55,6 +55,10 @@ class UnifiedPlan:
 FEWEST_BYTES = 128
 
 
+# Tiles of 64 keys an SM up to which a decode call is "short": 1 x 8,192 for 8 KV heads on 132 SMs.
+SHORT_TILES = 8
+
+
 @dataclass(frozen=True)
 class DecodePlan:
     """block_n keys a tile; about `programs` splits a KV head over all requests, of at least `min_tiles` tiles each.
@@ -102,6 +106,12 @@ class DecodePlan:
         return replace(self, products=products, descriptors=descriptors)
 
 
+def merge_splits(group: int, value_dim: int, num_warps: int) -> int:
+    """Partial outputs that a program merges at once: as many as 128 registers a thread hold, from 4 to 32."""
+    elements = triton.next_power_of_2(group) * triton.next_power_of_2(value_dim)
+    return min(32, max(4, 128 * 32 * num_warps // elements))
+
+
 @dataclass(frozen=True)
 class WritePlan:
     """block_rows rows a program: of (token, head), or tokens of one head where values are transposed in their page."""
@@ -123,37 +133,47 @@ class DecodeChoice:
     pieces: int
     descriptors: bool
 
+    def plan(self, group: int, kv_heads: int, value_dim: int, sms: int) -> DecodePlan:
+        programs = max(1, triton.cdiv(self.programs_per_sm * sms, kv_heads))
+        return DecodePlan(
+            self.block_n, self.num_warps, self.num_stages, programs, self.min_tiles,
+            merge_splits(group, value_dim, self.num_warps), self.products, self.pieces, self.descriptors,
+        )  # fmt: skip
 
-# Both are keyed by GPU class, then (how keys are stored: "16-bit", "int8" or "fp8"; largest head_dim), smallest first.
+
+# Both are keyed by GPU class, then (how keys are stored: "16-bit", "int8" or "fp8"; largest head_dim), smallest first;
+# decode's by the `regime` too, and where a regime has no row that of "long" serves.
 # "hopper" by scripts/tune.py on an H200; "ada" and "ampere" by reasoning: about 100 and 164 kB of shared memory a
 # block, no wide tensor cores and no copy engine, so the query's rows stay the left operand.
 # begin table
-DECODE: dict[str, dict[tuple[str, int], DecodeChoice]] = {
+DECODE: dict[str, dict[tuple, DecodeChoice]] = {
     "hopper": {
-        ("16-bit", 64): DecodeChoice(64, 4, 3, 3, 2, "keys", 2, False),
-        ("16-bit", 128): DecodeChoice(64, 4, 4, 1, 2, "keys", 2, False),
-        ("16-bit", 256): DecodeChoice(64, 4, 3, 1, 2, "keys", 2, True),
-        ("fp8", 64): DecodeChoice(128, 4, 3, 4, 1, "bytes", 3, False),
-        ("fp8", 128): DecodeChoice(128, 4, 3, 2, 2, "bytes", 3, False),
-        ("fp8", 256): DecodeChoice(128, 4, 2, 1, 2, "bytes", 3, False),
-        ("int8", 64): DecodeChoice(128, 4, 3, 4, 1, "bytes", 2, False),
-        ("int8", 128): DecodeChoice(128, 4, 2, 3, 2, "bytes", 2, False),
-        ("int8", 256): DecodeChoice(128, 4, 2, 1, 2, "bytes", 2, False),
+        ("16-bit", 64, "long"): DecodeChoice(64, 4, 3, 3, 2, "keys", 2, False),
+        ("16-bit", 128, "long"): DecodeChoice(64, 4, 4, 1, 2, "keys", 2, False),
+        ("16-bit", 128, "short"): DecodeChoice(64, 2, 4, 1, 2, "rows", 2, False),
+        ("16-bit", 128, "small pages"): DecodeChoice(64, 2, 4, 4, 2, "rows", 2, False),
+        ("16-bit", 256, "long"): DecodeChoice(64, 4, 3, 1, 2, "keys", 2, True),
+        ("fp8", 64, "long"): DecodeChoice(128, 4, 3, 4, 1, "bytes", 3, False),
+        ("fp8", 128, "long"): DecodeChoice(128, 4, 3, 2, 2, "bytes", 3, False),
+        ("fp8", 256, "long"): DecodeChoice(128, 4, 2, 1, 2, "bytes", 3, False),
+        ("int8", 64, "long"): DecodeChoice(128, 4, 3, 4, 1, "bytes", 2, False),
+        ("int8", 128, "long"): DecodeChoice(128, 4, 2, 3, 2, "bytes", 2, False),
+        ("int8", 256, "long"): DecodeChoice(128, 4, 2, 1, 2, "bytes", 2, False),
     },
     "ampere": {
-        ("16-bit", 128): DecodeChoice(64, 4, 3, 2, 2, "rows", 2, False),
-        ("16-bit", 256): DecodeChoice(32, 4, 3, 2, 2, "rows", 2, False),
-        ("int8", 128): DecodeChoice(64, 4, 3, 3, 2, "rows", 2, False),
-        ("fp8", 128): DecodeChoice(64, 4, 3, 3, 2, "rows", 2, False),
+        ("16-bit", 128, "long"): DecodeChoice(64, 4, 3, 2, 2, "rows", 2, False),
+        ("16-bit", 256, "long"): DecodeChoice(32, 4, 3, 2, 2, "rows", 2, False),
+        ("int8", 128, "long"): DecodeChoice(64, 4, 3, 3, 2, "rows", 2, False),
+        ("fp8", 128, "long"): DecodeChoice(64, 4, 3, 3, 2, "rows", 2, False),
     },
     "ada": {
-        ("16-bit", 128): DecodeChoice(32, 4, 3, 2, 4, "rows", 2, False),
-        ("16-bit", 256): DecodeChoice(16, 4, 3, 2, 4, "rows", 2, False),
-        ("int8", 128): DecodeChoice(64, 4, 2, 2, 2, "rows", 2, False),
-        ("fp8", 128): DecodeChoice(64, 4, 2, 2, 2, "rows", 2, False),
+        ("16-bit", 128, "long"): DecodeChoice(32, 4, 3, 2, 4, "rows", 2, False),
+        ("16-bit", 256, "long"): DecodeChoice(16, 4, 3, 2, 4, "rows", 2, False),
+        ("int8", 128, "long"): DecodeChoice(64, 4, 2, 2, 2, "rows", 2, False),
+        ("fp8", 128, "long"): DecodeChoice(64, 4, 2, 2, 2, "rows", 2, False),
     },
 }
-UNIFIED: dict[str, dict[tuple[str, int], UnifiedPlan]] = {
+UNIFIED: dict[str, dict[tuple, UnifiedPlan]] = {
     "hopper": {
         ("16-bit", 128): UnifiedPlan(128, 64, 4, 2, True),
         ("16-bit", 256): UnifiedPlan(128, 64, 8, 2, True),
@@ -183,15 +203,29 @@ def storage_of(shape: AttentionShape) -> str:
     return {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(shape.pool_dtype, "16-bit")
 
 
-def _row(table: dict, gpu: Gpu, shape: AttentionShape):
+def regime(shape: AttentionShape, keys: int, gpu: Gpu) -> str:
+    """What bounds a decode call of up to `keys` keys a request.
+
+    "short": latency, an SM has few tiles; "small pages": a tile is gathered from several; "long": the memory.
+    """
+    if shape.page < 64:
+        return "small pages"
+    tiles = shape.requests * shape.kv_heads * triton.cdiv(keys, 64)
+    return "short" if tiles <= SHORT_TILES * gpu.sms else "long"
+
+
+def _row(table: dict, gpu: Gpu, shape: AttentionShape, *regimes: str):
     """The table's row for a shape, None where it has none: another GPU, float32, a larger head."""
     if shape.query_dtype.itemsize != 2 or shape.pool_dtype.itemsize > 2:
         return None
     dim = max(shape.head_dim, shape.value_dim)
     rows = table.get(gpu.kind, {})
     storage = storage_of(shape)
-    fitting = [limit for stored, limit in rows if stored == storage and limit >= dim]
-    return rows[storage, min(fitting)] if fitting else None
+    for names in [(name,) for name in regimes] or [()]:
+        fitting = [key for key in rows if key[0] == storage and key[1] >= dim and key[2:] == names]
+        if fitting:
+            return rows[min(fitting)]
+    return None
 
 
 def tile_bytes(block_m: int, block_n: int, stages: int, shape: AttentionShape, *, converted: bool = True) -> int:
@@ -226,23 +260,14 @@ def plan_unified(
     return plan
 
 
-def merge_splits(shape: AttentionShape, num_warps: int) -> int:
-    """Partial outputs that a program merges at once: as many as 128 registers a thread hold, from 4 to 32."""
-    elements = triton.next_power_of_2(shape.group) * triton.next_power_of_2(shape.value_dim)
-    return min(32, max(4, 128 * 32 * num_warps // elements))
-
-
 def plan_decode(
     shape: AttentionShape, *, max_seq_len: int, window: int | None = None, gpu: Gpu | None = None
 ) -> DecodePlan:
     """The tile and splits of `decode_attention`: enough splits to fill every SM, none shorter than two tiles."""
     gpu = gpu or gpu_of(shape.device)
-    row = _row(DECODE, gpu, shape) or DecodeChoice(64, 4, 3, 4, 2, "rows", 2, False)
-    programs = max(1, triton.cdiv(row.programs_per_sm * gpu.sms, shape.kv_heads))
-    plan = DecodePlan(
-        row.block_n, row.num_warps, row.num_stages, programs, row.min_tiles, merge_splits(shape, row.num_warps),
-        products=row.products, pieces=row.pieces, descriptors=row.descriptors,
-    )  # fmt: skip
+    keys = max_seq_len if window is None else min(window, max_seq_len)
+    row = _row(DECODE, gpu, shape, regime(shape, keys, gpu), "long") or DecodeChoice(64, 4, 3, 4, 2, "rows", 2, False)
+    plan = row.plan(shape.group, shape.kv_heads, shape.value_dim, gpu.sms)
 
     def size(plan):
         rows = plan.query_rows(shape.group) * (plan.slots if plan.products == "bytes" else 1)

@@ -21,7 +21,9 @@ def tile_pages(
         pages = tl.load(table_ptr + tile * BLOCK_N // PAGE, mask=tile < last_tile, other=0)
     else:
         keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        wanted = (keys < last_tile * BLOCK_N) & (keys >= first_held) & (keys < end) if MASKED else keys < last_tile * BLOCK_N
+        wanted = (
+            (keys < last_tile * BLOCK_N) & (keys >= first_held) & (keys < end) if MASKED else keys < last_tile * BLOCK_N
+        )
         pages = tl.load(table_ptr + keys // PAGE, mask=wanted, other=0)
     return pages
 

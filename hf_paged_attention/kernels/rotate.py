@@ -18,6 +18,7 @@ import triton.language as tl
 
 from .dependent import dependent_launch, follow
 
+
 @functools.cache
 def hadamard_signs(dim: int, dtype: torch.dtype, device: torch.device) -> torch.Tensor:
     """±1 (0 between blocks) `[dim, dim]`; divided by the square root of `hadamard_block(dim)` it is orthonormal."""
