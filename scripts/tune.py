@@ -78,10 +78,10 @@ def decode_cases(fmt: str) -> list[Spec]:
 def regime_of(spec: Spec, gpu: launch.Gpu) -> str:
     sizes = spec.sizes
     shape = AttentionShape(
-        len(spec.contexts), len(spec.contexts), sizes.query_heads, sizes.kv_heads, sizes.head_dim, sizes.head_dim,
+        sum(spec.new), len(spec.new), sizes.query_heads, sizes.kv_heads, sizes.head_dim, sizes.head_dim,
         spec.block_size, torch.bfloat16, FORMATS[spec.format] or torch.bfloat16, torch.device("cuda"),
     )  # fmt: skip
-    return launch.regime(shape, max(spec.contexts), gpu)
+    return launch.regime(shape, max(spec.contexts), gpu) if spec.decode else launch.prefill_regime(shape, gpu)
 
 
 def split_choices(choice: DecodeChoice, regime: str) -> list[DecodeChoice]:
@@ -95,25 +95,25 @@ def prefill_plans(spec: Spec) -> list[UnifiedPlan]:
     """Variants of the unified kernel: rows, keys, warps, stages."""
     wide = spec.sizes.head_dim > 128
     if wide and spec.format == "auto":
-        tiles = [(128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 4), (64, 64, 4, 2), (64, 64, 8, 2)]
+        tiles = [(128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3)]
     elif wide:
-        tiles = [(128, 32, 8, 2), (128, 32, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3)]
+        tiles = [(128, 32, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3)]
     elif spec.format == "auto":
-        tiles = [(128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3)]
-        tiles += [(256, 64, 8, 2), (256, 64, 8, 3), (64, 128, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3)]
+        tiles = [(128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 4, 4), (128, 64, 8, 3), (128, 128, 8, 2), (256, 64, 8, 3)]
+        tiles += [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4)]
     else:
-        tiles = [(128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 64, 4, 3), (64, 64, 4, 3)]
-    plans = [UnifiedPlan(*tile, descriptors) for tile in tiles for descriptors in (True, False)]
-    # Pages smaller than a tile are read through pointers: the other plan would be the same kernel.
-    return [plan for plan in plans if not plan.descriptors or spec.block_size >= plan.block_n]
+        tiles = [(128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 3)]
+        tiles += [(256, 64, 8, 2), (256, 64, 8, 3), (256, 64, 8, 4), (256, 128, 8, 2)]
+    # Pages smaller than a tile are read through pointers: a plan with descriptors would be the same kernel.
+    return [UnifiedPlan(*tile, spec.block_size >= tile[1]) for tile in tiles]
 
 
 def prefill_cases(fmt: str) -> list[Spec]:
-    factor = fmt == "int8"
     return [
-        *(even("qwen3-8b", 1, 8192, 8192, format=fmt, block_size=block, key_factor=factor) for block in (64, 128)),
-        *([even("qwen3-8b", 1, 8192, 8192, block_size=16), even("qwen3-8b", 1, 2048, 2048)] if fmt == "auto" else []),
-        *(even("gemma3-4b", 1, 8192, 8192, format=fmt, block_size=block, key_factor=factor) for block in (64, 128)),
+        *(even(shape, 1, 8192, 8192, format=fmt) for shape in ("qwen3-8b", "gemma3-4b")),
+        *(even(shape, 1, 512, 512, format=fmt) for shape in ("qwen3-8b", "gemma3-4b")),
+        even("qwen3-8b", 1, 8192, 8192, format=fmt, block_size=16),
+        *([even("qwen3-8b", 1, 2048, 2048)] if fmt == "auto" else []),
     ]
 
 
@@ -202,7 +202,7 @@ def sweep_prefill(formats: list[str], seconds: float, compile_seconds: float, sa
     say(f"{len(pairs)} kernels compiled in {time.monotonic() - start:.0f} s, {sum(map(bool, errors))} failed")
     for spec in dict.fromkeys(spec for spec, _ in pairs):
         mine = [p for (s, p), error in zip(pairs, errors, strict=True) if s == spec and not error]
-        sweep.measure(spec, [(plan, plan) for plan in mine])
+        sweep.measure(spec, [(plan, plan) for plan in mine], regime_of(spec, launch.gpu_of(torch.device("cuda", 0))))
     sweep.results += [
         {"spec": asdict(s), "choice": asdict(p), "label": f"{s.shape} {s.label}", "failed": error}
         for (s, p), error in zip(pairs, errors, strict=True) if error
@@ -242,16 +242,11 @@ def best_choice(results: list[dict]) -> dict | None:
 
 
 def best_rows(results: list[dict], kind: type) -> dict:
-    """The table's rows: (storage, head size, for decode the regime) -> choice. Of prefill's cases those of 64-token
-    blocks count."""
+    """The table's rows: (storage, head size, regime) -> choice."""
     groups: dict = {}
     for r in results:
-        key = (STORAGE[r["spec"]["format"]], dim_of(r))
-        if kind is DecodeChoice:
-            key += (r["regime"],) if "regime" in r else ("long",)
-        elif r["spec"]["block_size"] != 64:
-            continue
-        groups.setdefault(key, []).append(r)
+        if "regime" in r:
+            groups.setdefault((STORAGE[r["spec"]["format"]], dim_of(r), r["regime"]), []).append(r)
     return {key: kind(**best) for key, of in sorted(groups.items()) if (best := best_choice(of))}
 
 

@@ -141,8 +141,8 @@ class DecodeChoice:
         )  # fmt: skip
 
 
-# Both are keyed by GPU class, then (how keys are stored: "16-bit", "int8" or "fp8"; largest head_dim), smallest first;
-# decode's by the `regime` too, and where a regime has no row that of "long" serves.
+# Both are keyed by GPU class, then (how keys are stored: "16-bit", "int8" or "fp8"; largest head_dim, smallest first;
+# `regime` or `prefill_regime`). Where a regime has no row that of "long" serves.
 # "hopper" by scripts/tune.py on an H200; "ada" and "ampere" by reasoning: about 100 and 164 kB of shared memory a
 # block, no wide tensor cores and no copy engine, so the query's rows stay the left operand.
 # begin table
@@ -175,24 +175,24 @@ DECODE: dict[str, dict[tuple, DecodeChoice]] = {
 }
 UNIFIED: dict[str, dict[tuple, UnifiedPlan]] = {
     "hopper": {
-        ("16-bit", 128): UnifiedPlan(128, 64, 4, 2, True),
-        ("16-bit", 256): UnifiedPlan(128, 64, 8, 2, True),
-        ("fp8", 128): UnifiedPlan(128, 64, 4, 3, True),
-        ("fp8", 256): UnifiedPlan(128, 64, 8, 2, True),
-        ("int8", 128): UnifiedPlan(128, 64, 4, 3, True),
-        ("int8", 256): UnifiedPlan(64, 64, 4, 2, True),
+        ("16-bit", 128, "long"): UnifiedPlan(128, 64, 4, 2, True),
+        ("16-bit", 256, "long"): UnifiedPlan(128, 64, 8, 2, True),
+        ("fp8", 128, "long"): UnifiedPlan(128, 64, 4, 3, True),
+        ("fp8", 256, "long"): UnifiedPlan(128, 64, 8, 2, True),
+        ("int8", 128, "long"): UnifiedPlan(128, 64, 4, 3, True),
+        ("int8", 256, "long"): UnifiedPlan(64, 64, 4, 2, True),
     },
     "ampere": {
-        ("16-bit", 128): UnifiedPlan(128, 64, 8, 2, False),
-        ("16-bit", 256): UnifiedPlan(64, 32, 4, 2, False),
-        ("int8", 128): UnifiedPlan(128, 32, 8, 2, False),
-        ("fp8", 128): UnifiedPlan(128, 32, 8, 2, False),
+        ("16-bit", 128, "long"): UnifiedPlan(128, 64, 8, 2, False),
+        ("16-bit", 256, "long"): UnifiedPlan(64, 32, 4, 2, False),
+        ("int8", 128, "long"): UnifiedPlan(128, 32, 8, 2, False),
+        ("fp8", 128, "long"): UnifiedPlan(128, 32, 8, 2, False),
     },
     "ada": {
-        ("16-bit", 128): UnifiedPlan(64, 64, 4, 2, False),
-        ("16-bit", 256): UnifiedPlan(64, 16, 4, 2, False),
-        ("int8", 128): UnifiedPlan(64, 64, 4, 2, False),
-        ("fp8", 128): UnifiedPlan(64, 64, 4, 2, False),
+        ("16-bit", 128, "long"): UnifiedPlan(64, 64, 4, 2, False),
+        ("16-bit", 256, "long"): UnifiedPlan(64, 16, 4, 2, False),
+        ("int8", 128, "long"): UnifiedPlan(64, 64, 4, 2, False),
+        ("fp8", 128, "long"): UnifiedPlan(64, 64, 4, 2, False),
     },
 }
 # end table
@@ -214,6 +214,14 @@ def regime(shape: AttentionShape, keys: int, gpu: Gpu) -> str:
     return "short" if tiles <= SHORT_TILES * gpu.sms else "long"
 
 
+def prefill_regime(shape: AttentionShape, gpu: Gpu) -> str:
+    """Of a unified call: "short" where tiles of 128 rows do not fill the GPU twice; the others as in `regime`."""
+    if shape.page < 64:
+        return "small pages"
+    tiles = shape.kv_heads * triton.cdiv(shape.tokens * shape.group, 128)
+    return "short" if tiles <= 2 * gpu.sms else "long"
+
+
 def _row(table: dict, gpu: Gpu, shape: AttentionShape, *regimes: str):
     """The table's row for a shape, None where it has none: another GPU, float32, a larger head."""
     if shape.query_dtype.itemsize != 2 or shape.pool_dtype.itemsize > 2:
@@ -221,8 +229,8 @@ def _row(table: dict, gpu: Gpu, shape: AttentionShape, *regimes: str):
     dim = max(shape.head_dim, shape.value_dim)
     rows = table.get(gpu.kind, {})
     storage = storage_of(shape)
-    for names in [(name,) for name in regimes] or [()]:
-        fitting = [key for key in rows if key[0] == storage and key[1] >= dim and key[2:] == names]
+    for name in regimes:
+        fitting = [key for key in rows if key[0] == storage and key[1] >= dim and key[2] == name]
         if fitting:
             return rows[min(fitting)]
     return None
@@ -243,7 +251,7 @@ def plan_unified(
     """The tile of `unified_attention`: as many rows as the batch fills, as many keys as shared memory holds."""
     gpu = gpu or gpu_of(shape.device)
     wide = max(shape.head_dim, shape.value_dim) > 128
-    plan = _row(UNIFIED, gpu, shape) or UnifiedPlan(128, 64, 8 if wide else 4, 2)
+    plan = _row(UNIFIED, gpu, shape, prefill_regime(shape, gpu), "long") or UnifiedPlan(128, 64, 8 if wide else 4, 2)
     group_rows = triton.next_power_of_2(shape.group)
     rows = max(16, group_rows, min(plan.block_m, triton.next_power_of_2(max_query_len * shape.group)))
     # A warp takes 16 rows at least.

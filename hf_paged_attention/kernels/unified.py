@@ -104,12 +104,15 @@ def _unified_kernel(
     follow(DEPENDENT)
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(0)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    # A request's last tile, which sees most keys, comes first; requests in the batch's order.
+    tile = tl.program_id(1)
     request = request_of_tile(query_start_ptr, tile, num_requests, TILE_TOKENS)
     query_start = tl.load(query_start_ptr + request)
-    query_len = tl.load(query_start_ptr + request + 1) - query_start
-    first_token = (tile - (query_start // TILE_TOKENS + request)) * TILE_TOKENS
-    if first_token >= query_len:
+    query_end = tl.load(query_start_ptr + request + 1)
+    query_len = query_end - query_start
+    first_token = (query_end // TILE_TOKENS + request - tile) * TILE_TOKENS
+    # A spare tile, or one past the last request's.
+    if first_token >= query_len or first_token < 0:
         return
     seq_len = tl.load(seq_lens_ptr + request)
     kv_start = 0
