@@ -67,12 +67,15 @@ def decode_choices(fmt: str) -> list[DecodeChoice]:
 
 
 def decode_cases(fmt: str) -> list[Spec]:
-    cases = [("qwen3-8b", 16, 8192, 64), ("qwen3-8b", 1, 32768, 64), ("qwen3-8b", 16, 8192, 128)]
-    cases += [("gemma3-4b", 16, 8192, 64), ("gemma3-4b", 16, 8192, 128), ("mha", 8, 8192, 64)]
-    cases += [("qwen3-8b", 16, 8192, 16)]  # small pages
-    cases += [("qwen3-8b", 1, 1024, 64), ("qwen3-8b", 1, 4096, 64), ("gemma3-4b", 1, 4096, 64), ("mha", 1, 2048, 64)]
-    cases += [("qwen2.5-1.5b", 1, 1024, 64), ("qwen2.5-1.5b", 1, 4096, 64), ("qwen2.5-1.5b", 1, 32768, 64)]
-    return [even(shape, batch, context, format=fmt, block_size=block) for shape, batch, context, block in cases]
+    page = 64 if fmt == "auto" else 128  # what a cache takes when nobody says
+    long = [("qwen3-8b", 16, 8192), ("qwen3-8b", 1, 32768), ("gemma3-4b", 16, 8192), ("mha", 8, 8192)]
+    short = [("qwen3-8b", 1, 1024), ("qwen3-8b", 1, 4096), ("gemma3-4b", 1, 4096), ("mha", 1, 2048)]
+    short += [("qwen2.5-1.5b", 1, 1024), ("qwen2.5-1.5b", 1, 4096), ("qwen2.5-1.5b", 1, 32768)]
+    small = [page // 2, 16] if fmt != "auto" else [16]
+    return [
+        *(even(*case, format=fmt, block_size=page) for case in long + short),
+        *(even("qwen3-8b", 16, 8192, format=fmt, block_size=block) for block in small),
+    ]
 
 
 def regime_of(spec: Spec, gpu: launch.Gpu) -> str:
@@ -87,7 +90,7 @@ def regime_of(spec: Spec, gpu: launch.Gpu) -> str:
 def split_choices(choice: DecodeChoice, regime: str) -> list[DecodeChoice]:
     """The splits to try: their number where the memory bounds a call, their least size where latency does."""
     if regime == "short":
-        return [replace(choice, programs_per_sm=p, min_tiles=t) for p in (1, 2) for t in (1, 2, 4)]
+        return [replace(choice, programs_per_sm=p, min_tiles=t) for p in (0.5, 1, 2) for t in (1, 2, 4)]
     return [replace(choice, programs_per_sm=p) for p in PROGRAMS_PER_SM]
 
 

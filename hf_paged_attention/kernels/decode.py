@@ -147,6 +147,7 @@ def _decode_kernel(
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    TEAM: tl.constexpr,
     KEY_DTYPE: tl.constexpr,
     VALUE_DTYPE: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -343,8 +344,8 @@ def _decode_kernel(
     if num_splits == 1:
         store_rows(out_ptr, lse_ptr, acc, lse, heads, row_held, stride_out_head, stride_lse_head, DV, BLOCK_DV)
         return
-    # The last split to finish merges its team of BLOCK_S splits, the last team to finish the teams: one program alone
-    # would read the partial outputs of a long request for longer than all programs read a short one's keys.
+    # The last split to finish merges its team of splits, the last team to finish merges the teams: one program alone
+    # would be reading the partial outputs of a hundred splits for longer than the others had read keys.
     query_heads = kv_heads * GROUP
     partials = tl.num_programs(1)
     store_partial(
@@ -353,10 +354,10 @@ def _decode_kernel(
     group = tl.arange(0, BLOCK_G)
     group_heads = kv_head * GROUP + group
     group_held = group < GROUP
-    team = split // BLOCK_S
-    teams = tl.cdiv(num_splits, BLOCK_S)
-    first_of_team = first_program + team * BLOCK_S
-    splits_in_team = tl.minimum(num_splits - team * BLOCK_S, BLOCK_S)
+    team = split // TEAM
+    teams = tl.cdiv(num_splits, TEAM)
+    first_of_team = first_program + team * TEAM
+    splits_in_team = tl.minimum(num_splits - team * TEAM, TEAM)
     if arrives_last(counter_ptr + first_of_team * kv_heads + kv_head, splits_in_team):
         merged, merged_lse = merge_partials(
             partial_out_ptr,
@@ -383,7 +384,7 @@ def _decode_kernel(
                     partial_out_ptr,
                     partial_lse_ptr,
                     first_program,
-                    BLOCK_S,
+                    TEAM,
                     teams,
                     query_heads,
                     group_heads,
@@ -524,6 +525,7 @@ def decode_attention(
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,
         BLOCK_S=plan.merge_splits,
+        TEAM=plan.team,
         KEY_DTYPE=key_dtype,
         VALUE_DTYPE=value_dtype,
         num_warps=plan.num_warps,

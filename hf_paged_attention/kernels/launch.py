@@ -4,6 +4,7 @@ Pure functions of their arguments, so that a plan can be tested and printed; not
 `DECODE` and `UNIFIED` are the measured table; `python scripts/tune.py --write` regenerates a GPU class's part of it.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -63,9 +64,10 @@ SHORT_TILES = 8
 class DecodePlan:
     """block_n keys a tile; about `programs` splits a KV head over all requests, of at least `min_tiles` tiles each.
 
-    merge_splits partial outputs are merged at a time. products: which operand of the two products is the left one,
-    "rows" (the query's), "keys" (keys and values), or "bytes" (keys and values as the 8 bits they are stored in, the
-    query and the probabilities in that many 8-bit `pieces`). descriptors: tiles through the copy engine.
+    A request's splits are merged in teams of `team`, and then the teams, merge_splits partial outputs at a time.
+    products: which operand of the two products is the left one, "rows" (the query's), "keys" (keys and values), or
+    "bytes" (keys and values as the 8 bits they are stored in, the query and the probabilities in that many 8-bit
+    `pieces`). descriptors: tiles through the copy engine.
     """
 
     block_n: int
@@ -74,6 +76,7 @@ class DecodePlan:
     programs: int
     min_tiles: int
     merge_splits: int = 8
+    team: int = 8
     products: str = "rows"
     pieces: int = 2
     descriptors: bool = False
@@ -106,6 +109,10 @@ class DecodePlan:
         return replace(self, products=products, descriptors=descriptors)
 
 
+# Splits whose partial outputs one program merges: a second level of merging costs as much as reading 30 more of them.
+TEAM = 32
+
+
 def merge_splits(group: int, value_dim: int, num_warps: int) -> int:
     """Partial outputs that a program merges at once: as many as 128 registers a thread hold, from 4 to 32."""
     elements = triton.next_power_of_2(group) * triton.next_power_of_2(value_dim)
@@ -127,17 +134,18 @@ class DecodeChoice:
     block_n: int
     num_warps: int
     num_stages: int
-    programs_per_sm: int
+    programs_per_sm: float
     min_tiles: int
     products: str
     pieces: int
     descriptors: bool
 
     def plan(self, group: int, kv_heads: int, value_dim: int, sms: int) -> DecodePlan:
-        programs = max(1, triton.cdiv(self.programs_per_sm * sms, kv_heads))
+        programs = max(1, math.ceil(self.programs_per_sm * sms / kv_heads))
+        at_once = merge_splits(group, value_dim, self.num_warps)
         return DecodePlan(
             self.block_n, self.num_warps, self.num_stages, programs, self.min_tiles,
-            merge_splits(group, value_dim, self.num_warps), self.products, self.pieces, self.descriptors,
+            at_once, TEAM, self.products, self.pieces, self.descriptors,
         )  # fmt: skip
 
 
@@ -148,17 +156,31 @@ class DecodeChoice:
 # begin table
 DECODE: dict[str, dict[tuple, DecodeChoice]] = {
     "hopper": {
-        ("16-bit", 64, "long"): DecodeChoice(64, 4, 3, 3, 2, "keys", 2, False),
+        ("16-bit", 64, "long"): DecodeChoice(64, 4, 3, 4, 2, "keys", 2, True),
+        ("16-bit", 64, "short"): DecodeChoice(64, 4, 3, 2, 1, "keys", 2, False),
         ("16-bit", 128, "long"): DecodeChoice(64, 4, 4, 1, 2, "keys", 2, False),
         ("16-bit", 128, "short"): DecodeChoice(64, 2, 4, 1, 2, "rows", 2, False),
-        ("16-bit", 128, "small pages"): DecodeChoice(64, 2, 4, 4, 2, "rows", 2, False),
+        ("16-bit", 128, "small pages"): DecodeChoice(128, 4, 3, 1, 2, "rows", 2, False),
         ("16-bit", 256, "long"): DecodeChoice(64, 4, 3, 1, 2, "keys", 2, True),
+        ("16-bit", 256, "short"): DecodeChoice(64, 4, 3, 2, 2, "keys", 2, True),
         ("fp8", 64, "long"): DecodeChoice(128, 4, 3, 4, 1, "bytes", 3, False),
-        ("fp8", 128, "long"): DecodeChoice(128, 4, 3, 2, 2, "bytes", 3, False),
-        ("fp8", 256, "long"): DecodeChoice(128, 4, 2, 1, 2, "bytes", 3, False),
+        ("fp8", 64, "short"): DecodeChoice(128, 4, 2, 2, 1, "bytes", 3, False),
+        ("fp8", 64, "small pages"): DecodeChoice(128, 4, 3, 3, 2, "bytes", 3, False),
+        ("fp8", 128, "long"): DecodeChoice(128, 4, 4, 1, 2, "bytes", 3, True),
+        ("fp8", 128, "short"): DecodeChoice(128, 4, 3, 1, 2, "bytes", 3, False),
+        ("fp8", 128, "small pages"): DecodeChoice(128, 4, 3, 2, 2, "bytes", 3, False),
+        ("fp8", 256, "long"): DecodeChoice(128, 4, 3, 1, 2, "bytes", 3, True),
+        ("fp8", 256, "short"): DecodeChoice(128, 4, 3, 2, 1, "bytes", 3, False),
+        ("fp8", 256, "small pages"): DecodeChoice(128, 4, 3, 1, 2, "bytes", 3, False),
         ("int8", 64, "long"): DecodeChoice(128, 4, 3, 4, 1, "bytes", 2, False),
-        ("int8", 128, "long"): DecodeChoice(128, 4, 2, 3, 2, "bytes", 2, False),
-        ("int8", 256, "long"): DecodeChoice(128, 4, 2, 1, 2, "bytes", 2, False),
+        ("int8", 64, "short"): DecodeChoice(128, 4, 3, 2, 1, "bytes", 2, False),
+        ("int8", 64, "small pages"): DecodeChoice(128, 4, 2, 4, 2, "bytes", 2, False),
+        ("int8", 128, "long"): DecodeChoice(128, 4, 4, 1, 2, "bytes", 2, False),
+        ("int8", 128, "short"): DecodeChoice(128, 4, 3, 1, 2, "bytes", 2, False),
+        ("int8", 128, "small pages"): DecodeChoice(128, 4, 3, 2, 2, "bytes", 2, False),
+        ("int8", 256, "long"): DecodeChoice(128, 4, 3, 1, 2, "bytes", 2, True),
+        ("int8", 256, "short"): DecodeChoice(128, 4, 2, 2, 1, "bytes", 2, False),
+        ("int8", 256, "small pages"): DecodeChoice(128, 8, 3, 1, 2, "bytes", 2, False),
     },
     "ampere": {
         ("16-bit", 128, "long"): DecodeChoice(64, 4, 3, 2, 2, "rows", 2, False),
@@ -176,11 +198,20 @@ DECODE: dict[str, dict[tuple, DecodeChoice]] = {
 UNIFIED: dict[str, dict[tuple, UnifiedPlan]] = {
     "hopper": {
         ("16-bit", 128, "long"): UnifiedPlan(128, 64, 4, 2, True),
+        ("16-bit", 128, "short"): UnifiedPlan(64, 64, 4, 3, True),
+        ("16-bit", 128, "small pages"): UnifiedPlan(128, 128, 8, 2, False),
         ("16-bit", 256, "long"): UnifiedPlan(128, 64, 8, 2, True),
-        ("fp8", 128, "long"): UnifiedPlan(128, 64, 4, 3, True),
+        ("16-bit", 256, "short"): UnifiedPlan(64, 64, 4, 2, True),
+        ("fp8", 128, "long"): UnifiedPlan(256, 64, 8, 2, True),
+        ("fp8", 128, "short"): UnifiedPlan(64, 64, 4, 3, True),
+        ("fp8", 128, "small pages"): UnifiedPlan(256, 64, 8, 3, False),
         ("fp8", 256, "long"): UnifiedPlan(128, 64, 8, 2, True),
-        ("int8", 128, "long"): UnifiedPlan(128, 64, 4, 3, True),
-        ("int8", 256, "long"): UnifiedPlan(64, 64, 4, 2, True),
+        ("fp8", 256, "short"): UnifiedPlan(64, 64, 4, 2, True),
+        ("int8", 128, "long"): UnifiedPlan(128, 64, 4, 2, True),
+        ("int8", 128, "short"): UnifiedPlan(64, 64, 4, 3, True),
+        ("int8", 128, "small pages"): UnifiedPlan(256, 64, 8, 3, False),
+        ("int8", 256, "long"): UnifiedPlan(128, 64, 8, 2, True),
+        ("int8", 256, "short"): UnifiedPlan(64, 64, 4, 2, True),
     },
     "ampere": {
         ("16-bit", 128, "long"): UnifiedPlan(128, 64, 8, 2, False),
@@ -208,10 +239,10 @@ def regime(shape: AttentionShape, keys: int, gpu: Gpu) -> str:
 
     "short": latency, an SM has few tiles; "small pages": a tile is gathered from several; "long": the memory.
     """
-    if shape.page < 64:
-        return "small pages"
     tiles = shape.requests * shape.kv_heads * triton.cdiv(keys, 64)
-    return "short" if tiles <= SHORT_TILES * gpu.sms else "long"
+    if tiles <= SHORT_TILES * gpu.sms:
+        return "short"
+    return "small pages" if shape.page < (128 if shape.quantized else 64) else "long"
 
 
 def prefill_regime(shape: AttentionShape, gpu: Gpu) -> str:

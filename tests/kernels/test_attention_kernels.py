@@ -345,10 +345,10 @@ def test_prefill_through_descriptors(block_size, pool_dtype, transposed):
 
 class TestDecodeSplits:
     @pytest.mark.parametrize("programs", [1, 3, 8, 64])
-    @pytest.mark.parametrize("merge_splits", [2, 16])
-    def test_any_number_of_splits(self, programs, merge_splits):
+    @pytest.mark.parametrize(("merge_splits", "team"), [(2, 2), (2, 6), (16, 16), (4, 64)])
+    def test_any_number_of_splits(self, programs, merge_splits, team):
         batch = make_batch([1, 15, 16, 17, 127, 300, 0], group=3)
-        batch.check(decode_attention, plan=DecodePlan(16, 4, 2, programs, 1, merge_splits))
+        batch.check(decode_attention, plan=DecodePlan(16, 4, 2, programs, 1, merge_splits, team))
 
     def test_sinks_count_once(self):
         batch = make_batch([200, 30], group=2, sinks=torch.tensor([3.0, -1.0, 0.0, 5.0]))
