@@ -69,8 +69,8 @@ def check_scales(k_pool: torch.Tensor, v_pool: torch.Tensor, k_scale, v_scale) -
 
 
 def check_attention(
-    query, k_pool, v_pool, query_start_loc, seq_lens, block_table, window, softcap, sinks, k_scale, v_scale, key_factor,
-    kv_start, out, lse,
+    query, k_pool, v_pool, query_start_loc, seq_lens, block_table, window, softcap, sinks, k_scale, v_scale, kv_start,
+    out, lse,
 ) -> AttentionShape:  # fmt: skip
     """The sizes of an attention call.
 
@@ -120,15 +120,6 @@ def check_attention(
         f"sinks must be contiguous, one a query head [{query_heads}]",
     )
     check_scales(k_pool, v_pool, k_scale, v_scale)
-    _require(
-        key_factor is None
-        or (
-            key_factor.shape == (kv_heads, head_dim)
-            and key_factor.dtype == torch.float32
-            and key_factor.is_contiguous()
-        ),
-        f"key_factor must be contiguous float32 [{kv_heads}, {head_dim}]",
-    )
     if out is not None:
         _require(
             out.shape == (tokens, query_heads, value_dim) and out.dtype == query.dtype,
@@ -145,7 +136,7 @@ def check_attention(
     )
 
 
-def check_write(key, value, k_pool, v_pool, slot_mapping, k_scale, v_scale, key_factor) -> None:
+def check_write(key, value, k_pool, v_pool, slot_mapping, k_scale, v_scale) -> None:
     """Sizes of a write.
 
     Raises:
@@ -170,8 +161,3 @@ def check_write(key, value, k_pool, v_pool, slot_mapping, k_scale, v_scale, key_
     )
     _require(value.shape[:2] == key.shape[:2], f"value must have key's tokens and heads {list(key.shape[:2])}")
     check_scales(k_pool, v_pool, k_scale, v_scale)
-    _require(
-        key_factor is None
-        or (key_factor.shape == key.shape[1:] and key_factor.dtype == torch.float32 and key_factor.is_contiguous()),
-        f"key_factor must be contiguous float32 {list(key.shape[1:])}",
-    )

@@ -84,7 +84,6 @@ def _decode_kernel(
     v_ptr,
     k_scale_ptr,
     v_scale_ptr,
-    key_factor_ptr,
     sinks_ptr,
     out_ptr,
     lse_ptr,
@@ -190,9 +189,6 @@ def _decode_kernel(
             return
     q_at = query_ptr + token * stride_q_token + (heads * stride_q_head)[:, None] + d[None, :]
     q = tl.load(q_at, mask=row_held[:, None] & (d[None, :] < D), other=0.0)
-    if key_factor_ptr is not None:
-        factor = tl.load(key_factor_ptr + kv_head * D + d, mask=d < D, other=0.0)
-        q = q.to(tl.float32) * factor[None, :]
     if NEGATED:
         q = -q
     if BYTES:
@@ -426,7 +422,6 @@ def decode_attention(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    key_factor: torch.Tensor | None = None,
     kv_start: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -444,7 +439,7 @@ def decode_attention(
         raise ValueError(f"decode_attention takes one query token a request, got max_query_len={max_query_len}")
     shape = check_attention(
         query, k_pool, v_pool, query_start_loc, seq_lens, block_table, window, softcap, sinks, k_scale, v_scale,
-        key_factor, kv_start, out, lse,
+        kv_start, out, lse,
     )  # fmt: skip
     if out is None:
         out = query.new_empty(shape.tokens, shape.query_heads, shape.value_dim)
@@ -473,7 +468,6 @@ def decode_attention(
         v_elements,
         k_scale,
         v_scale,
-        key_factor,
         sinks,
         out,
         lse,

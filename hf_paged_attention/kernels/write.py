@@ -1,6 +1,6 @@
 """New keys and values into their slots, quantised on the way.
 
-    pool[slot(n), h] = x[n, h] / scale,  scale[slot(n), h] = max_d |x[n, h, d]| / qmax;   x = key / key_factor or value
+    pool[slot(n), h] = x[n, h] / scale,  scale[slot(n), h] = max_d |x[n, h, d]| / qmax;   x = key or value
 
 key [N, Hkv, D], value [N, Hkv, Dv], pools [num_blocks, block_size, Hkv, D or Dv], scales [num_blocks, block_size, Hkv].
 Grid: tiles of BLOCK_ROWS (token, head) rows; one program writes the keys and the values of its rows. Where values are
@@ -53,7 +53,6 @@ def _write_kernel(
     v_ptr,
     k_scale_ptr,
     v_scale_ptr,
-    key_factor_ptr,
     slot_ptr,
     num_tokens,
     kv_heads,
@@ -104,10 +103,6 @@ def _write_kernel(
     held = row_held[:, None] & (d[None, :] < D)
     key_at = key_ptr + (tokens * stride_key_token + heads * stride_key_head)[:, None] + d[None, :]
     key = tl.load(key_at, mask=held, other=0.0)
-    if key_factor_ptr is not None:
-        row_heads = heads + tl.zeros([BLOCK_ROWS], tl.int64)
-        factor = tl.load(key_factor_ptr + (row_heads * D)[:, None] + d[None, :], mask=held, other=1.0)
-        key = tl.div_rn(key.to(tl.float32), factor)
     k_at = k_ptr + (block * stride_k_block + slot * stride_k_slot + heads * stride_k_head)[:, None]
     ks_at = k_scale_ptr
     if FORMAT != FLOAT:
@@ -139,7 +134,6 @@ def write_kv(
     *,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    key_factor: torch.Tensor | None = None,
 ) -> None:
     """Write N new tokens into the pools, in place and in one launch; `reference_write_kv` is its specification.
 
@@ -152,12 +146,11 @@ def write_kv(
         slot_mapping: int64 [N], block * block_size + slot of each token; negative to leave it out.
         k_scale, v_scale: float32 [num_blocks, block_size, Hkv], written for 8-bit pools. A token of zeros gets a scale
             that decodes to zeros.
-        key_factor: float32 [Hkv, D], contiguous; keys are divided by it before they are stored.
 
     Raises:
         ValueError: a shape, dtype or stride other than the above, named with its value.
     """
-    check_write(key, value, k_pool, v_pool, slot_mapping, k_scale, v_scale, key_factor)
+    check_write(key, value, k_pool, v_pool, slot_mapping, k_scale, v_scale)
     tokens, kv_heads, head_dim = key.shape
     if tokens == 0:
         return
@@ -177,7 +170,6 @@ def write_kv(
         v_bytes,
         k_scale,
         v_scale,
-        key_factor,
         slot_mapping,
         tokens,
         kv_heads,

@@ -117,7 +117,6 @@ def test_free_scale(kernel, scale):
 
 
 def test_everything_at_once(kernel):
-    factor = torch.rand(2, 32) + 0.5
     batch = make_batch(
         [150, 64, 30],
         group=3,
@@ -125,7 +124,6 @@ def test_everything_at_once(kernel):
         window=40,
         softcap=5.0,
         sinks=torch.randn(6),
-        key_factor=factor,
         kv_start=torch.tensor([0, 40, 3], dtype=torch.int32),
     )
     batch.check(kernel)
@@ -181,11 +179,6 @@ def test_pool_of_another_float_dtype_than_the_query(kernel):
     make_batch([70, 9], group=2, dtype=torch.float32, pool_dtype=torch.bfloat16).check(kernel)
 
 
-def test_key_factor(kernel):
-    factor = torch.tensor([[0.01, 1.0, 100.0, 3.0] * 8, [2.0] * 32])
-    make_batch([70, 9], group=2, key_factor=factor).check(kernel)
-
-
 @pytest.mark.parametrize("length", [5, 100, 128])
 def test_a_contiguous_cache_is_one_block_a_request(kernel, length):
     # [B, Hkv, L, D] as Transformers' caches hold it, L any number; the kernels must stay inside it.
@@ -230,7 +223,6 @@ def features(requests):
             "window": 40,
             "softcap": 5.0,
             "sinks": torch.tensor([-20.0, -1.0, 0.0, 3.0, 30.0, 1.0]),
-            "key_factor": torch.rand(2, 32) + 0.5,
             "kv_start": torch.tensor([3, 20, *[0] * (requests - 2)], dtype=torch.int32),
         },
         {"scale": -0.3},
@@ -421,7 +413,6 @@ def test_the_reference_is_the_dense_formula():
         ({"seq_lens": torch.tensor([20])}, "seq_lens must be int32, got torch.int64"),
         ({"k_scale": torch.ones(1)}, "k_scale belongs to int8 and float8_e4m3fn pools; this pool is torch.float32"),
         ({"kv_start": torch.tensor([0, 0], dtype=torch.int32)}, r"kv_start must have shape \[1\], got \[2\]"),
-        ({"key_factor": torch.ones(3)}, r"key_factor must be contiguous float32 \[2, 32\]"),
         ({"k_pool": torch.zeros(4, 24, 2, 32), "v_pool": torch.zeros(4, 24, 2, 32)}, "power of two .* got 24"),
     ],
 )

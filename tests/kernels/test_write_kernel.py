@@ -55,17 +55,6 @@ def test_write_is_the_reference(pool_dtype, dtype, kv_heads, head_dim, value_dim
 
 
 @pytest.mark.parametrize("pool_dtype", FORMATS, ids=str)
-def test_key_factor_divides_the_keys_alone(pool_dtype):
-    g = torch.Generator().manual_seed(0)
-    key, value = (torch.randn(20, 2, 32, generator=g).to(DEVICE) for _ in range(2))
-    factor = (torch.rand(2, 32, generator=g) + 0.1).to(DEVICE)
-    slots = torch.arange(20, device=DEVICE)
-    got = written(write_kv, key, value, slots, new_pools(2, 32, 32, pool_dtype), key_factor=factor)
-    want = written(reference_write_kv, key / factor, value, slots, new_pools(2, 32, 32, pool_dtype))
-    assert_same(got, want)
-
-
-@pytest.mark.parametrize("pool_dtype", FORMATS, ids=str)
 def test_left_out_tokens_write_nothing(pool_dtype):
     key, value = torch.randn(4, 2, 32, device=DEVICE), torch.randn(4, 2, 32, device=DEVICE)
     slots = torch.tensor([3, -1, 40, -1], device=DEVICE)
