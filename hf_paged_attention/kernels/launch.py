@@ -329,12 +329,18 @@ def plan_write(
     itemsize: int,
     device: torch.device,
     values_by_slot: bool = False,
+    turned: bool = False,
     gpu: Gpu | None = None,
 ) -> WritePlan:
-    """Rows a program of `write_kv`: few when rows are few, so that they spread over the SMs."""
+    """Rows a program of `write_kv`: few when rows are few, so that they spread over the SMs.
+
+    turned: keys pass through a matrix product, which takes 16 rows at least.
+    """
     gpu = gpu or gpu_of(device)
     if gpu.kind == "cpu":
         return WritePlan(64, 4)
+    if turned:
+        return WritePlan(16 if rows <= 16 * gpu.sms else 64 if head_dim <= 128 else 32, 4)
     if rows <= 16 * gpu.sms:
         return WritePlan(1 if values_by_slot else 4, 1)
     # 32 tokens of a head are a sector of each channel of a transposed page.
