@@ -340,7 +340,7 @@ def plan_write(
     if gpu.kind == "cpu":
         return WritePlan(64, 4)
     if turned:
-        return WritePlan(16 if rows <= 16 * gpu.sms else 64 if head_dim <= 128 else 32, 4)
+        return WritePlan(16, 4) if rows <= 16 * gpu.sms or head_dim > 128 else WritePlan(32, 8)
     if rows <= 16 * gpu.sms:
         return WritePlan(1 if values_by_slot else 4, 1)
     # 32 tokens of a head are a sector of each channel of a transposed page.
