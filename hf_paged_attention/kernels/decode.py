@@ -22,6 +22,10 @@ from .softmax import LN_2, LOG2_E, attend_tiles
 from .transposed import attend_tiles_transposed, query_columns
 
 
+# Tiles more a split that are better borne than a second level of merging.
+SECOND_LEVEL = tl.constexpr(4)
+
+
 @triton.jit
 def key_tiles(seq_lens, kv_start_ptr, requests, held, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
     """First key, first tile and number of tiles that a request's query attends; elementwise over `requests`."""
@@ -170,7 +174,9 @@ def _decode_kernel(
     lens = tl.load(seq_lens_ptr + requests, mask=held, other=0)
     _, _, tiles = key_tiles(lens, kv_start_ptr, requests, held, WINDOW, BLOCK_N)
     split_tiles = tl.maximum(tl.cdiv(tl.sum(tiles, 0), split_programs), min_tiles)
-    splits = tl.where(held, tl.maximum(tl.cdiv(tiles, split_tiles + split_tiles // 8), 1), 0)
+    splits = tl.maximum(tl.cdiv(tiles, split_tiles + split_tiles // 8), 1)
+    splits = tl.where((splits > TEAM) & (tl.cdiv(tiles, TEAM) <= split_tiles + SECOND_LEVEL), TEAM, splits)
+    splits = tl.where(held, splits, 0)
     last_program = tl.cumsum(splits, 0)
     request = tl.sum((last_program <= program).to(tl.int32), 0)
     if request >= num_requests:

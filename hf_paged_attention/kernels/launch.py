@@ -56,8 +56,8 @@ class UnifiedPlan:
 FEWEST_BYTES = 128
 
 
-# Tiles of 64 keys an SM up to which a decode call is "short": 1 x 8,192 for 8 KV heads on 132 SMs.
-SHORT_TILES = 8
+# Tiles of 64 keys an SM up to which a decode call is "short": 1 x 6,144 for 8 KV heads on 132 SMs.
+SHORT_TILES = 6
 
 
 @dataclass(frozen=True)
@@ -109,14 +109,15 @@ class DecodePlan:
         return replace(self, products=products, descriptors=descriptors)
 
 
-# Splits whose partial outputs one program merges: a second level of merging costs as much as reading 30 more of them.
-TEAM = 32
+# Splits whose partial outputs one program merges. A second level of merging costs about as much as four more tiles a
+# split, so a request of few enough tiles gets no more splits than a team has.
+TEAM = 16
 
 
 def merge_splits(group: int, value_dim: int, num_warps: int) -> int:
-    """Partial outputs that a program merges at once: as many as 128 registers a thread hold, from 4 to 32."""
+    """Partial outputs that a program merges at once: as many as 128 registers a thread hold, from 4 to a team."""
     elements = triton.next_power_of_2(group) * triton.next_power_of_2(value_dim)
-    return min(32, max(4, 128 * 32 * num_warps // elements))
+    return min(TEAM, max(4, 128 * 32 * num_warps // elements))
 
 
 @dataclass(frozen=True)
@@ -159,7 +160,7 @@ DECODE: dict[str, dict[tuple, DecodeChoice]] = {
         ("16-bit", 64, "long"): DecodeChoice(64, 4, 3, 4, 2, "keys", 2, True),
         ("16-bit", 64, "short"): DecodeChoice(64, 4, 3, 2, 1, "keys", 2, False),
         ("16-bit", 128, "long"): DecodeChoice(64, 4, 4, 1, 2, "keys", 2, False),
-        ("16-bit", 128, "short"): DecodeChoice(64, 2, 4, 1, 2, "rows", 2, False),
+        ("16-bit", 128, "short"): DecodeChoice(64, 4, 3, 1, 1, "rows", 2, False),
         ("16-bit", 128, "small pages"): DecodeChoice(128, 4, 3, 1, 2, "rows", 2, False),
         ("16-bit", 256, "long"): DecodeChoice(64, 4, 3, 1, 2, "keys", 2, True),
         ("16-bit", 256, "short"): DecodeChoice(64, 4, 3, 2, 2, "keys", 2, True),
@@ -167,7 +168,7 @@ DECODE: dict[str, dict[tuple, DecodeChoice]] = {
         ("fp8", 64, "short"): DecodeChoice(128, 4, 2, 2, 1, "bytes", 3, False),
         ("fp8", 64, "small pages"): DecodeChoice(128, 4, 3, 3, 2, "bytes", 3, False),
         ("fp8", 128, "long"): DecodeChoice(128, 4, 4, 1, 2, "bytes", 3, True),
-        ("fp8", 128, "short"): DecodeChoice(128, 4, 3, 1, 2, "bytes", 3, False),
+        ("fp8", 128, "short"): DecodeChoice(128, 4, 3, 1, 1, "bytes", 3, False),
         ("fp8", 128, "small pages"): DecodeChoice(128, 4, 3, 2, 2, "bytes", 3, False),
         ("fp8", 256, "long"): DecodeChoice(128, 4, 3, 1, 2, "bytes", 3, True),
         ("fp8", 256, "short"): DecodeChoice(128, 4, 3, 2, 1, "bytes", 3, False),
@@ -176,7 +177,7 @@ DECODE: dict[str, dict[tuple, DecodeChoice]] = {
         ("int8", 64, "short"): DecodeChoice(128, 4, 3, 2, 1, "bytes", 2, False),
         ("int8", 64, "small pages"): DecodeChoice(128, 4, 2, 4, 2, "bytes", 2, False),
         ("int8", 128, "long"): DecodeChoice(128, 4, 4, 1, 2, "bytes", 2, False),
-        ("int8", 128, "short"): DecodeChoice(128, 4, 3, 1, 2, "bytes", 2, False),
+        ("int8", 128, "short"): DecodeChoice(128, 4, 3, 1, 1, "bytes", 2, False),
         ("int8", 128, "small pages"): DecodeChoice(128, 4, 3, 2, 2, "bytes", 2, False),
         ("int8", 256, "long"): DecodeChoice(128, 4, 3, 1, 2, "bytes", 2, True),
         ("int8", 256, "short"): DecodeChoice(128, 4, 2, 2, 1, "bytes", 2, False),
