@@ -6,10 +6,12 @@ consumer issues the scores of tile j + 1, then the product with the values of ti
 one while the tensor cores work on the other; its registers come from those that the copying warp gives up.
 
 Pages come through the copy engine (TMA) in boxes of up to `block_n` keys by 64 channels, the rows of shared memory that
-a 128-byte swizzle covers: a tile may so lie on several pages. Full and empty stages are told by mbarriers. Tile i of a
-program (i from 0) lies in stage i % stages, in round i // stages: a consumer waits for the full barrier with the
-round's parity, the producer for the empty one with the other parity, which a new barrier passes. A consumer waits for
-the keys of tile j + 2 before it gives back those of tile j + 1, so keys have two stages at least.
+a 128-byte swizzle covers: a tile may so lie on several pages. Mbarriers tell what is where. Tile i of a program (i from
+0) lies in stage i % stages, and the barrier of a full stage completes its phase i // stages with it. Step i of a
+consumer is the scores of tile i and the product with the values of tile i - 1; after it both stages are free, and
+barrier i % steps completes phase i // steps. A wait for a phase before the first passes at once: a new barrier takes
+the parity of -1 for completed. A consumer waits for the keys of tile i + 1 within step i, so keys have two stages at
+least.
 """
 
 import torch
@@ -141,35 +143,43 @@ def _zero_unwritten(memory, stage, tile, low, high, BLOCK_N: gl.constexpr, D: gl
 
 @gluon.jit
 def _produce(
-    k_desc, v_desc, k_memory, v_memory, k_full, k_empty, v_full, v_empty, v_copied, table_ptr, first_tile, last_tile,
+    k_desc, v_desc, k_memory, v_memory, k_full, v_full, done, v_copied, table_ptr, first_tile, last_tile,
     first_page, last_page, low, high, k_row, v_row, k_block_rows, v_block_rows,
     PAGE: gl.constexpr, BLOCK_N: gl.constexpr, BOX_KEYS: gl.constexpr, D: gl.constexpr,
     K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
 ):  # fmt: skip
     """The copying warp: K of the first tile, then K of tile i + 1 and V of tile i, as the consumers take them.
 
-    low, high: keys outside have slots that may never have been written.
+    low, high: keys outside have slots that may never have been written. The stage of K of tile i is free after step
+    i - K_STAGES, that of V after step i + 1 - V_STAGES; with STEPS barriers none is rounds ahead of what is waited for.
     """
+    STEPS: gl.constexpr = done.shape[0]
     # Looked up before the waits for a stage, which so hide the table's latency.
     pages = _pages(table_ptr, first_tile, first_page, last_page, PAGE, BLOCK_N, BOX_KEYS)
     _load_tile(
         k_desc, k_memory, k_full.index(0), 0, first_tile, pages, k_row, k_block_rows, PAGE, BLOCK_N, BOX_KEYS, D
     )  # fmt: skip
-    k_stage, k_parity = _next(0, 1, K_STAGES)
+    k_stage = 1
     v_stage = 0
-    v_parity = 1
+    # Step 1 - K_STAGES, and 1 - V_STAGES.
+    k_step = STEPS + 1 - K_STAGES
+    k_step_parity = 1
+    v_step = (STEPS + 1 - V_STAGES) % STEPS
+    v_step_parity = 1 if V_STAGES > 1 else 0
     copied_parity = 0
     for tile in range(first_tile, last_tile):
         following = gl.minimum(tile + 1, last_tile - 1)
         next_pages = _pages(table_ptr, following, first_page, last_page, PAGE, BLOCK_N, BOX_KEYS)
         if tile + 1 < last_tile:
-            mbarrier.wait(k_empty.index(k_stage), k_parity)
+            mbarrier.wait(done.index(k_step), k_step_parity)
+            k_step, k_step_parity = _next(k_step, k_step_parity, STEPS)
             _load_tile(
                 k_desc, k_memory, k_full.index(k_stage), k_stage, following, next_pages, k_row, k_block_rows, PAGE,
                 BLOCK_N, BOX_KEYS, D,
             )  # fmt: skip
-            k_stage, k_parity = _next(k_stage, k_parity, K_STAGES)
-        mbarrier.wait(v_empty.index(v_stage), v_parity)
+            k_stage = gl.where(k_stage == K_STAGES - 1, 0, k_stage + 1)
+        mbarrier.wait(done.index(v_step), v_step_parity)
+        v_step, v_step_parity = _next(v_step, v_step_parity, STEPS)
         if (tile * BLOCK_N < low) | ((tile + 1) * BLOCK_N > high):
             _load_tile(
                 v_desc, v_memory, v_copied, v_stage, tile, pages, v_row, v_block_rows, PAGE, BLOCK_N, BOX_KEYS, D
@@ -186,7 +196,7 @@ def _produce(
                 v_desc, v_memory, v_full.index(v_stage), v_stage, tile, pages, v_row, v_block_rows, PAGE, BLOCK_N,
                 BOX_KEYS, D,
             )  # fmt: skip
-        v_stage, v_parity = _next(v_stage, v_parity, V_STAGES)
+        v_stage = gl.where(v_stage == V_STAGES - 1, 0, v_stage + 1)
         pages = next_pages
 
 
@@ -241,8 +251,8 @@ def _unpacked(packed, dtype: gl.constexpr, P_LAYOUT: gl.constexpr):
 
 @gluon.jit
 def _attend(
-    acc, p, alpha, row_max, row_sum, q, k_ring, v_ring, k_full, k_empty, v_full, v_empty, turns, k_stage, k_parity,
-    v_stage, v_parity, turn_parity, low, high, last_tile, row_pos, first_held, scale,
+    acc, p, alpha, row_max, row_sum, q, k_ring, v_ring, k_full, v_full, done, turns, k_stage, k_parity,
+    v_stage, v_parity, step, turn_parity, low, high, last_tile, row_pos, first_held, scale,
     PART: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     PING_PONG: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
     MASKED: gl.constexpr,
@@ -251,6 +261,7 @@ def _attend(
 
     p: the predecessor's probabilities (`_packed`); alpha: what the sum before it shrinks by.
     """
+    STEPS: gl.constexpr = done.shape[0]
     for tile in range(low, high):
         if PING_PONG:
             mbarrier.wait(turns.index(PART), turn_parity)
@@ -274,18 +285,18 @@ def _attend(
         acc = warpgroup_mma_wait(0, deps=(acc,))
         # Not sooner: the product reads the registers of p.
         p = _packed(next_p, v_ring.dtype)
-        # Stages are given back by one thread, once all four warps are done with them.
+        # Told by one thread, once all four warps are done with the stages.
         _barrier()
-        mbarrier.arrive(k_empty.index(k_stage), count=1)
-        mbarrier.arrive(v_empty.index(v_stage), count=1)
+        mbarrier.arrive(done.index(step), count=1)
+        step = gl.where(step == STEPS - 1, 0, step + 1)
         k_stage = next_stage
         v_stage, v_parity = _next(v_stage, v_parity, V_STAGES)
-    return acc, p, alpha, row_max, row_sum, k_stage, k_parity, v_stage, v_parity, turn_parity
+    return acc, p, alpha, row_max, row_sum, k_stage, k_parity, v_stage, v_parity, step, turn_parity
 
 
 @gluon.jit
 def _consume(
-    query_ptr, out_ptr, lse_ptr, sinks_ptr, q_memory, k_memory, v_memory, k_full, k_empty, v_full, v_empty, turns,
+    query_ptr, out_ptr, lse_ptr, sinks_ptr, q_memory, k_memory, v_memory, k_full, v_full, done, turns,
     first_tile, full_tile, diagonal_tile, last_tile, query_start, first_token, query_len, seq_len, first_held, kv_head,
     scale, stride_q_token, stride_q_head, stride_out_token, stride_out_head, stride_lse_token, stride_lse_head,
     PART: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr, CUT: gl.constexpr,
@@ -335,7 +346,7 @@ def _consume(
     s = warpgroup_mma(q, k_ring.index(0).permute((1, 0)), s, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
     _barrier()
-    mbarrier.arrive(k_empty.index(0), count=1)
+    mbarrier.arrive(done.index(0), count=1)
     p, row_max, row_sum, alpha = _softmax(
         s, row_max, row_sum, row_pos, first_tile, first_held, scale, WINDOW, BLOCK_N, S_LAYOUT, True
     )
@@ -344,6 +355,7 @@ def _consume(
     mbarrier.wait(k_full.index(k_stage), k_parity, pred=first_tile + 1 < last_tile)
     v_stage = 0
     v_parity = 0
+    step = 1
     # Consumer 0 goes first: a new barrier passes a wait for the parity before its first.
     turn_parity = 1 - PART
 
@@ -358,10 +370,10 @@ def _consume(
         else:
             low = gl.maximum(diagonal_tile, first_tile + 1)
             high = last_tile
-        acc, p, alpha, row_max, row_sum, k_stage, k_parity, v_stage, v_parity, turn_parity = _attend(
-            acc, p, alpha, row_max, row_sum, q, k_ring, v_ring, k_full, k_empty, v_full, v_empty, turns, k_stage,
-            k_parity, v_stage, v_parity, turn_parity, low, high, last_tile, row_pos, first_held, scale, PART, WINDOW,
-            BLOCK_N, K_STAGES, V_STAGES, PING_PONG, S_LAYOUT, O_LAYOUT, P_LAYOUT, phase != 1,
+        acc, p, alpha, row_max, row_sum, k_stage, k_parity, v_stage, v_parity, step, turn_parity = _attend(
+            acc, p, alpha, row_max, row_sum, q, k_ring, v_ring, k_full, v_full, done, turns, k_stage, k_parity, v_stage,
+            v_parity, step, turn_parity, low, high, last_tile, row_pos, first_held, scale, PART, WINDOW, BLOCK_N,
+            K_STAGES, V_STAGES, PING_PONG, S_LAYOUT, O_LAYOUT, P_LAYOUT, phase != 1,
         )  # fmt: skip
     mbarrier.wait(v_full.index(v_stage), v_parity)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
@@ -459,22 +471,22 @@ def _specialised_kernel(
     diagonal_tile = gl.maximum((first_pos + 1) // BLOCK_N, full_tile)
 
     BOXES: gl.constexpr = D // PANEL * (BLOCK_N // BOX_KEYS)
+    STEPS: gl.constexpr = max(K_STAGES, V_STAGES + 1)
     dtype: gl.constexpr = query_ptr.dtype.element_ty
     q_memory = gl.allocate_shared_memory(dtype, [2, ROWS, D], LAYOUT)
     k_memory = gl.allocate_shared_memory(dtype, [K_STAGES * BOXES, BOX_KEYS, PANEL], LAYOUT)
     v_memory = gl.allocate_shared_memory(dtype, [V_STAGES * BOXES, BOX_KEYS, PANEL], LAYOUT)
     k_full = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
-    k_empty = gl.allocate_shared_memory(gl.int64, [K_STAGES, 1], mbarrier.MBarrierLayout())
     v_full = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
-    v_empty = gl.allocate_shared_memory(gl.int64, [V_STAGES, 1], mbarrier.MBarrierLayout())
+    done = gl.allocate_shared_memory(gl.int64, [STEPS, 1], mbarrier.MBarrierLayout())
     v_copied = gl.allocate_shared_memory(gl.int64, [1], mbarrier.MBarrierLayout())
     turns = gl.allocate_shared_memory(gl.int64, [2, 1], mbarrier.MBarrierLayout())
     for stage in gl.static_range(K_STAGES):
         mbarrier.init(k_full.index(stage), count=1)
-        mbarrier.init(k_empty.index(stage), count=2)
     for stage in gl.static_range(V_STAGES):
         mbarrier.init(v_full.index(stage), count=1)
-        mbarrier.init(v_empty.index(stage), count=2)
+    for step in gl.static_range(STEPS):
+        mbarrier.init(done.index(step), count=2)
     mbarrier.init(v_copied, count=1)
     for part in gl.static_range(2):
         mbarrier.init(turns.index(part), count=1)
@@ -489,21 +501,21 @@ def _specialised_kernel(
     gl.warp_specialize(
         [
             (_consume, (
-                query_ptr, out_ptr, lse_ptr, sinks_ptr, q_memory, k_memory, v_memory, k_full, k_empty, v_full, v_empty,
+                query_ptr, out_ptr, lse_ptr, sinks_ptr, q_memory, k_memory, v_memory, k_full, v_full, done,
                 turns, first_tile, full_tile, diagonal_tile, last_tile, query_start, first_token, query_len, seq_len,
                 first_held, kv_head, scale, stride_q_token, stride_q_head, stride_out_token, stride_out_head,
                 stride_lse_token, stride_lse_head, FIRST, GROUP, D, WINDOW, CUT, BLOCK_N, K_STAGES, V_STAGES,
                 QUERY_IN_REGISTERS, PING_PONG, NEGATED,
             )),
             (_consume, (
-                query_ptr, out_ptr, lse_ptr, sinks_ptr, q_memory, k_memory, v_memory, k_full, k_empty, v_full, v_empty,
+                query_ptr, out_ptr, lse_ptr, sinks_ptr, q_memory, k_memory, v_memory, k_full, v_full, done,
                 turns, first_tile, full_tile, diagonal_tile, last_tile, query_start, first_token, query_len, seq_len,
                 first_held, kv_head, scale, stride_q_token, stride_q_head, stride_out_token, stride_out_head,
                 stride_lse_token, stride_lse_head, SECOND, GROUP, D, WINDOW, CUT, BLOCK_N, K_STAGES, V_STAGES,
                 QUERY_IN_REGISTERS, PING_PONG, NEGATED,
             )),
             (_produce, (
-                k_desc, v_desc, k_memory, v_memory, k_full, k_empty, v_full, v_empty, v_copied, table_ptr, first_tile,
+                k_desc, v_desc, k_memory, v_memory, k_full, v_full, done, v_copied, table_ptr, first_tile,
                 last_tile, first_page, last_page, low, seq_len, kv_head * k_head_rows, kv_head * v_head_rows,
                 k_block_rows, v_block_rows, PAGE, BLOCK_N, BOX_KEYS, D, K_STAGES, V_STAGES,
             )),
