@@ -442,6 +442,7 @@ def _specialised_kernel(
     DEPENDENT: gl.constexpr,
 ):
     _follow(DEPENDENT)
+    gl.static_assert(K_STAGES >= 2, "a consumer holds the keys of one tile while it waits for the next")
     TILE_TOKENS: gl.constexpr = 2 * ROWS // GROUP
     kv_head = gl.program_id(0)
     tile = gl.num_programs(1) - 1 - gl.program_id(1)
