@@ -21,7 +21,6 @@ from .rotate import turn_arguments, turned_rows
 from .softmax import LN_2, LOG2_E, attend_tiles
 from .transposed import attend_tiles_transposed, query_columns
 
-
 # Tiles more a split that are better borne than a second level of merging.
 SECOND_LEVEL = tl.constexpr(4)
 

@@ -38,10 +38,26 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 @dataclass(frozen=True)
+class SpecialisedPlan:
+    """The kernel of hopper.py: block_n keys a tile, stages of keys and of values.
+
+    query_in_registers: the query is an operand from registers, else from shared memory. ping_pong: the two consumers
+    take turns at the tensor cores.
+    """
+
+    block_n: int
+    key_stages: int
+    value_stages: int
+    query_in_registers: bool = False
+    ping_pong: bool = False
+
+
+@dataclass(frozen=True)
 class UnifiedPlan:
     """block_m rows (tokens x group) and block_n keys a tile.
 
-    descriptors: tiles through the copy engine, where a page holds a tile and the pool has a matrix.
+    descriptors: tiles through the copy engine, where a page holds a tile and the pool has a matrix. specialised: the
+    plan of Hopper's own kernel, which then takes the call where it can; the rest of the plan is for where it cannot.
     """
 
     block_m: int
@@ -49,6 +65,7 @@ class UnifiedPlan:
     num_warps: int
     num_stages: int
     descriptors: bool = False
+    specialised: SpecialisedPlan | None = None
 
 
 # Keys a tile that "bytes" needs: with 64, Triton 3.6 lets the product of int8 values read past shared memory (seen with
@@ -228,6 +245,41 @@ UNIFIED: dict[str, dict[tuple, UnifiedPlan]] = {
     },
 }
 # end table
+# Hopper's own kernel, by head size: as many stages as shared memory holds beside the query.
+SPECIALISED: dict[int, SpecialisedPlan] = {
+    64: SpecialisedPlan(128, 4, 4, True),
+    128: SpecialisedPlan(128, 3, 3),
+    256: SpecialisedPlan(64, 3, 2),
+}
+# Rows a request below which that kernel's 128 rows a program would mostly be empty.
+SPECIALISED_ROWS = 256
+
+
+@lru_cache
+def gluon_compiles() -> bool:
+    """Whether hopper.py is for this Triton: Gluon's names change from version to version, and these were compiled."""
+    if not triton.__version__.startswith(("3.6.", "3.9.")) or torch.version.hip is not None:
+        return False
+    try:
+        from . import hopper  # noqa: F401
+    except Exception:  # whatever a build without Gluon raises: the other kernel serves every call
+        return False
+    return True
+
+
+def plan_specialised(shape: AttentionShape, max_query_len: int, gpu: Gpu) -> SpecialisedPlan | None:
+    """The plan of Hopper's own kernel, None where it does not take the shape."""
+    takes = (
+        gpu.kind == "hopper"
+        and shape.query_dtype in (torch.bfloat16, torch.float16)
+        and shape.pool_dtype == shape.query_dtype
+        and shape.head_dim == shape.value_dim
+        and shape.head_dim in SPECIALISED
+        and shape.group <= 64
+        and max_query_len * shape.group >= SPECIALISED_ROWS
+        and gluon_compiles()
+    )
+    return SPECIALISED[shape.head_dim] if takes else None
 
 
 def storage_of(shape: AttentionShape) -> str:
@@ -284,6 +336,7 @@ def plan_unified(
     gpu = gpu or gpu_of(shape.device)
     wide = max(shape.head_dim, shape.value_dim) > 128
     plan = _row(UNIFIED, gpu, shape, prefill_regime(shape, gpu), "long") or UnifiedPlan(128, 64, 8 if wide else 4, 2)
+    plan = replace(plan, specialised=plan_specialised(shape, max_query_len, gpu))
     group_rows = triton.next_power_of_2(shape.group)
     rows = max(16, group_rows, min(plan.block_m, triton.next_power_of_2(max_query_len * shape.group)))
     # A warp takes 16 rows at least.

@@ -286,6 +286,15 @@ def unified_attention(
         return out
     if plan is None:
         plan = plan_unified(shape, max_query_len=max_query_len, max_seq_len=max_seq_len, window=window)
+    if plan.specialised and softcap is None and shape.page == k_pool.shape[1]:
+        from .hopper import specialised_attention  # Gluon, which not every Triton has
+
+        taken = specialised_attention(
+            query, k_pool, v_pool, out, shape, plan.specialised, query_start_loc=query_start_loc, seq_lens=seq_lens,
+            block_table=block_table, scale=scale, window=window, sinks=sinks, kv_start=kv_start, lse=lse,
+        )  # fmt: skip
+        if taken:
+            return out
     k_bytes, v_bytes = pool_bytes(k_pool), pool_bytes(v_pool)
     factor = pool_factor(k_pool.dtype)
     key_dtype, value_dtype = dot_dtypes(query.dtype, k_pool.dtype)
