@@ -31,8 +31,9 @@ class TritonBackend:
         return f"no GPU: Triton does not compile for {device.type}; TRITON_INTERPRET=1 would run the kernels, slowly"
 
     def why_not_this(self, query: torch.Tensor, kv: PagedKV, spec: AttentionSpec) -> str | None:
-        if max(kv.k_pool.shape[-1], kv.v_pool.shape[-1]) > LARGEST_HEAD:
-            return f"head size {max(kv.k_pool.shape[-1], kv.v_pool.shape[-1])} is larger than {LARGEST_HEAD}"
+        head_size = max(query.shape[-1], kv.value_dim)
+        if head_size > LARGEST_HEAD:
+            return f"head size {head_size} is larger than {LARGEST_HEAD}"
         if query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"queries are {query.dtype}; it takes float32, bfloat16 and float16"
         return None
