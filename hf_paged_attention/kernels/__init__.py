@@ -11,7 +11,7 @@ from .reference import (
     reference_write_kv,
 )
 from .rotate import hadamard_block, hadamard_signs, reference_rotate_heads, rotate_heads, unrotate_heads
-from .seal import reference_seal_kv
+from .seal import reference_seal_kv, seal_kv
 from .unified import unified_attention
 from .write import write_kv
 
@@ -29,6 +29,7 @@ __all__ = [
     "reference_seal_kv",
     "reference_write_kv",
     "rotate_heads",
+    "seal_kv",
     "unified_attention",
     "unrotate_heads",
     "write_kv",
