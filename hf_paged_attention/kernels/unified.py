@@ -4,7 +4,8 @@
     over the keys max(kv_start, pos_t - window + 1) <= j <= pos_t
 
 query [N, Hq, D], pools [num_blocks, block_size, Hkv, D or Dv], out [N, Hq, Dv]; G = Hq / Hkv heads share a KV head and
-fill the rows of one tile: row r is token r // G of the tile, head r % G of the group.
+fill the rows of one tile: row r is token r // G of the tile, head r % G of the group. Keys and values may be stored in
+different formats. Where keys are int4, those from sealed_lens [R] on are in the tail's pools, as they arrived.
 Grid: (KV heads, tiles of BLOCK_M // G query tokens over all requests), a request's last (longest) tile first.
 """
 
