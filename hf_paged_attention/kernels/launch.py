@@ -118,6 +118,8 @@ class DecodePlan:
         large = min(shape.head_dim, shape.value_dim) >= 32 and self.block_n >= 32
         if products == "bytes" and not (shape.quantized and eight_bit and values_by_slot and large):
             products = "rows"
+        if shape.pool_dtype != shape.value_pool_dtype or shape.packed:
+            products = "rows"
         if products == "bytes" and self.block_n < FEWEST_BYTES:
             products = "rows"
         if products != "rows" and (not whole_pages or replace(self, products=products).query_rows(shape.group) > 32):
@@ -283,7 +285,9 @@ def plan_specialised(shape: AttentionShape, max_query_len: int, gpu: Gpu) -> Spe
 
 
 def storage_of(shape: AttentionShape) -> str:
-    """How keys are stored, as the table says it."""
+    """How keys are stored, as the table says it; "int4" where values alone are."""
+    if shape.packed:
+        return "int4"
     return {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(shape.pool_dtype, "16-bit")
 
 
@@ -324,9 +328,11 @@ def tile_bytes(block_m: int, block_n: int, stages: int, shape: AttentionShape, *
     """Shared memory of a tile: the query, and K and V for each stage; 8-bit tiles are converted to the query's type."""
     d = triton.next_power_of_2(shape.head_dim)
     dv = triton.next_power_of_2(shape.value_dim)
-    copies = shape.query_dtype.itemsize if converted and shape.pool_dtype.itemsize != shape.query_dtype.itemsize else 0
-    key = stages * shape.pool_dtype.itemsize + copies
-    return block_m * d * shape.query_dtype.itemsize + block_n * (d + dv) * key
+    size = block_m * d * shape.query_dtype.itemsize
+    for channels, dtype in ((d, shape.pool_dtype), (dv, shape.value_pool_dtype)):
+        copies = shape.query_dtype.itemsize if converted and dtype.itemsize != shape.query_dtype.itemsize else 0
+        size += block_n * channels * (stages * dtype.itemsize + copies)
+    return size
 
 
 def plan_unified(
@@ -344,7 +350,7 @@ def plan_unified(
     while tile_bytes(plan.block_m, plan.block_n, plan.num_stages, shape) > gpu.shared_memory:
         if plan.num_stages > 2:
             plan = replace(plan, num_stages=plan.num_stages - 1)
-        elif plan.block_n > 16:
+        elif plan.block_n > shape.fewest_keys:
             plan = replace(plan, block_n=plan.block_n // 2)
         elif plan.block_m > max(16, group_rows):
             plan = replace(plan, block_m=plan.block_m // 2)
@@ -369,7 +375,7 @@ def plan_decode(
     while size(plan) > gpu.shared_memory // (1 if row.programs_per_sm == 1 else 2):
         if plan.num_stages > 2:
             plan = replace(plan, num_stages=plan.num_stages - 1)
-        elif plan.block_n > 16:
+        elif plan.block_n > shape.fewest_keys:
             plan = replace(plan, block_n=plan.block_n // 2)
         else:
             return replace(plan, num_stages=1)

@@ -22,7 +22,7 @@ def shape_of(
     query_heads, kv_heads, head_dim, dtype=torch.bfloat16, pool_dtype=None, requests=1, page=64, value_dim=None
 ):
     sizes = requests, requests, query_heads, kv_heads, head_dim, value_dim or head_dim, page
-    return AttentionShape(*sizes, dtype, pool_dtype or dtype, torch.device("cpu"))
+    return AttentionShape(*sizes, dtype, pool_dtype or dtype, pool_dtype or dtype, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("gpu", [HOPPER, ADA, UNKNOWN])
