@@ -16,7 +16,6 @@ from .layer import PagedLayer
 from .options import Options
 from .sequences import Beginning, Sequences
 
-DEFAULT_BLOCK_SIZE = 64
 PAGED_TYPES = ("full_attention", "sliding_attention")
 # Layers that no forward pass brings to the cache.
 STATELESS_TYPES = ("dummy", "moe", "mlp")
@@ -34,7 +33,8 @@ class PagedCache(Cache):
             are then held as they arrived. A pair stores keys and values differently: ("int8", "int4").
         exact_layers: layers that store keys and values as they arrive whatever kv_dtype says, by their index in the
             cache; negative ones count from the last: (0, -1).
-        block_size: tokens a block, a power of two from 16 to 256; None picks the default, 64.
+        block_size: tokens a block, a power of two from 16 to 256; None picks the default, 64, or 128
+            where keys and values have 8 bits.
         max_blocks: bound of the blocks of one layer; None: as many as memory holds.
         dtype: the dtype in which keys will arrive, for `bytes_per_token` before the first forward pass.
         backend: "auto", or the name of a registered backend.
@@ -67,11 +67,11 @@ class PagedCache(Cache):
     ):
         format = get_format(kv_dtype)
         _check_arguments(config, block_size, max_blocks)
-        _check_groups(kv_dtype, format, block_size or DEFAULT_BLOCK_SIZE)
+        _check_groups(kv_dtype, format, block_size or format.block_size)
         self.text_config = config.get_text_config(decoder=True)
         self.kv_dtype = format.name
         self.dtype = dtype
-        self.block_size = block_size or DEFAULT_BLOCK_SIZE
+        self.block_size = block_size or format.block_size
         self._plan = plan = _plan(self.text_config)
         windows = [window for kind, window in plan if kind == "paged"]
         self.exact_layers = _layer_indices(exact_layers, len(plan))
@@ -381,7 +381,7 @@ def _check_groups(kv_dtype: Any, format: CacheFormat, block_size: int) -> None:
     if format.key.packed and block_size < GROUP:
         raise ValueError(
             f"block_size={block_size} is too small for kv_dtype={kv_dtype!r}: int4 keys are encoded {GROUP} tokens "
-            f"together, in one block. Use block_size={GROUP} or more, or None for the default of {DEFAULT_BLOCK_SIZE}."
+            f"together, in one block. Use block_size={GROUP} or more, or None for the default of {format.block_size}."
         )
 
 
