@@ -10,11 +10,11 @@ from __future__ import annotations
 import torch
 
 from .sequences import Sequences
-from .table import BlockTable, to_device
+from .table import to_device
 
 
 class DeviceState:
-    """For the present rows of `sequences`, one new token a row and step, up to `max_length` tokens a row."""
+    """For rows like those of `sequences`, one new token a row and step, up to `max_length` tokens a row."""
 
     def __init__(self, sequences: Sequences, max_length: int, device: torch.device):
         rows = sequences.batch_size
@@ -31,7 +31,21 @@ class DeviceState:
             # A compiled step must serve any table width, or each prompt length would compile it anew.
             torch._dynamo.maybe_mark_dynamic(table, 1)
         self._versions: dict[int | None, int] = {}
+        self._followed: list[int] | None = None  # the host's lengths, the very object, after the last step
         self.restart(sequences)
+
+    def fits(self, sequences: Sequences, max_length: int) -> bool:
+        """Whether these tensors can serve `sequences` up to `max_length` tokens a row."""
+        return (
+            self.seq_lens.shape[0] == sequences.batch_size
+            and self.block_size == sequences.block_size
+            and self.tables.keys() == sequences.tables.keys()
+            and all(table.shape[1] * self.block_size >= max_length for table in self.tables.values())
+        )
+
+    def is_behind(self, sequences: Sequences) -> bool:
+        """Whether lengths changed on the host other than by this state's steps. Every change makes a new list."""
+        return self._followed is not sequences.lengths
 
     def restart(self, sequences: Sequences) -> None:
         """Take lengths and tables over from the host: between steps, when nothing is in flight that reads them."""
@@ -39,11 +53,12 @@ class DeviceState:
         self.seq_lens.copy_(to_device(lengths, self.seq_lens.device), non_blocking=True)
         self.columns.fill_(sequences.columns)
         self._versions = {}
-        self.follow(sequences.tables)
+        self.follow(sequences)
 
-    def follow(self, tables: dict[int | None, BlockTable]) -> None:
-        """Copy the tables that changed on the host since the last call."""
-        for window, table in tables.items():
+    def follow(self, sequences: Sequences) -> None:
+        """Copy the tables that changed on the host since the last call, without waiting."""
+        self._followed = sequences.lengths
+        for window, table in sequences.tables.items():
             if self._versions.get(window) != table.version:
                 table.copy_into(self.tables[window])
                 self._versions[window] = table.version

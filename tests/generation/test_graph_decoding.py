@@ -141,7 +141,7 @@ def test_steps_too_many_are_cropped_behind_a_window_too(end, monkeypatch):
     """As on a GPU, whether all rows have finished is read one step late, while int8 factors are still fitted."""
 
     def look(watcher):
-        watcher._pending.append((watcher.run.all_finished.clone(), None, None))
+        watcher._pending.append((watcher.run.tokens.all_finished.clone(), None, None))
         if len(watcher._pending) > 1:
             watcher._read()
 
