@@ -27,6 +27,9 @@ from .log import warn_once
 # captured here, because Inductor copies every input whose address it does not know.
 _CAPTURING_MODES = {"reduce-overhead": None, "max-autotune": "max-autotune-no-cudagraphs"}
 
+# Ways of compiling one forward (batch sizes, formats) that are kept at most.
+BATCH_SIZES = 128
+
 
 class CompiledForward:
     """A model's forward compiled, once for each way of compiling; compiles=False: as it is."""
@@ -48,8 +51,19 @@ class CompiledForward:
                 options.pop("mode")  # torch.compile takes one of them
         key = repr(sorted(options.items(), key=str))
         if key not in self._compiled:
-            self._compiled[key] = torch.compile(model.__call__, **options)
+            self._compiled[key] = _with_many_batch_sizes(torch.compile(model.__call__, **options))
         return self._compiled[key]
+
+
+def _with_many_batch_sizes(compiled: Any) -> Any:
+    """Each batch size is compiled once, and whole: the compiler's own limit of 8 would be an error in the ninth."""
+
+    @functools.wraps(compiled)
+    def call(**inputs: Any) -> Any:
+        with torch._dynamo.config.patch(recompile_limit=BATCH_SIZES):
+            return compiled(**inputs)
+
+    return call
 
 
 def why_not_captured(model: Any, cache: Any, generation_config: Any) -> str | None:

@@ -143,7 +143,9 @@ class Tokens:
             token = scores.argmax(-1)
         if self.eos is not None:
             token = token * self.unfinished + self.pad * (1 - self.unfinished)
-            self.unfinished.mul_((~torch.isin(token, self.eos)).to(torch.int64))
+            # Not torch.isin, which sorts where ids are many and rows few, and then makes the host wait.
+            ended = (token.unsqueeze(1) == self.eos.flatten()).any(1)
+            self.unfinished.mul_((~ended).to(torch.int64))
             self.all_finished.copy_(self.unfinished.max() == 0)
         self.token.copy_(token)
         self.sequence.index_copy_(1, self.place, token.unsqueeze(1))

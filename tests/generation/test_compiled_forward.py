@@ -57,6 +57,15 @@ def test_eager_tokens_and_one_compilation_whatever_the_prompt(family, kv_dtype):
     assert graphs() - before == 1
 
 
+def test_any_number_of_batch_sizes_each_compiled_once():
+    model = hf_paged_attention.enable(build("Llama", num_hidden_layers=1), block_size=16, decode="compile")
+    before = graphs()
+    for _ in range(2):
+        for rows in range(1, 12):
+            model.generate(**prompts(*[9] * rows), do_sample=False, max_new_tokens=3, compile_config=config())
+    assert graphs() - before == 11
+
+
 def test_inductor_gives_the_tokens_too():
     eager, compiled = pair("Gemma 3")
     want = eager.generate(**prompts(30, 20), **NEW)
