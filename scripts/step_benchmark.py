@@ -20,7 +20,7 @@ from typing import Any
 
 import torch
 from torch.profiler import ProfilerActivity, profile
-from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig
+from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, LogitsProcessor
 
 import hf_paged_attention
 from eval.models import device_named, load
@@ -137,6 +137,22 @@ def prepare(model: Any, method: str, shrunk: bool) -> dict[str, Any]:
     return {"compile_config": config}
 
 
+class StepClock(LogitsProcessor):
+    """Notes when each step of a call has its logits: on a CPU, when they are computed."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.at.append(time.perf_counter())
+        return scores
+
+    @property
+    def steps(self) -> list[float]:
+        """Milliseconds of each step but the first, which sets things up."""
+        return [(b - a) * 1e3 for a, b in zip(self.at[1:], self.at[2:], strict=False)]
+
+
 class Calls:
     """Timed calls of `generate` for one case."""
 
@@ -149,8 +165,8 @@ class Calls:
         self.arguments: dict[str, Any] = {}
         self.tokens: torch.Tensor | None = None
 
-    def __call__(self, new: int) -> float:
-        """Seconds of a call that generates `new` tokens, which are in `tokens` after."""
+    def __call__(self, new: int, clock: StepClock | None = None) -> float:
+        """Seconds of a call that generates `new` tokens, which are in `tokens` after. clock: also of its steps."""
         self._wait()
         start = time.perf_counter()
         out = self.model.generate(
@@ -160,6 +176,7 @@ class Calls:
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
+            logits_processor=[clock] if clock else None,
             **self.arguments,
         )
         self._wait()
@@ -208,26 +225,28 @@ def measure(row: Row, calls: Calls, args: Any) -> None:
 
 
 def measure_in_turn(rows: list[Row], calls: Calls, args: Any, say: Any) -> None:
-    """The same on a machine that does other things too: methods in turn, and of each call's times the least."""
-    times: dict[str, dict[int, list[float]]] = {row.method: {} for row in rows}
-    firsts, tokens = {}, {}
+    """The same on a machine that does other things too: methods in turn, and the least tenth of all their steps."""
+    steps: dict[str, list[float]] = {row.method: [] for row in rows}
+    firsts: dict[str, list[float]] = {row.method: [] for row in rows}
+    warm_up, tokens = {}, {}
     for repeat in range(args.repeats + 1):
         for row in rows:
             calls.arguments = prepare(calls.model, row.method, shrunk=False)
-            for new in (args.many, args.few, 1):
-                seconds = calls(new)
-                if new == args.many:
-                    tokens[row.method] = calls.tokens
-                if repeat:
-                    times[row.method].setdefault(new, []).append(seconds)
-                elif new == args.many:
-                    firsts[row.method] = seconds
+            clock, start = StepClock(), time.perf_counter()
+            seconds = calls(args.many, clock)
+            tokens[row.method] = calls.tokens
+            if repeat:
+                steps[row.method] += clock.steps
+                firsts[row.method].append(clock.at[0] - start)
+                warm_up[row.method] = min(warm_up[row.method], seconds)
+            else:
+                warm_up[row.method], row.compile_s = float("inf"), seconds
     for row in rows:
-        mine = times[row.method]
-        row.ms = (min(mine[args.many]) - min(mine[args.few])) / (args.many - args.few) * 1e3
-        steps = [(b - a) / (args.many - args.few) * 1e3 for a, b in zip(mine[args.few], mine[args.many], strict=True)]
-        row.spread = (min(steps), max(steps))
-        row.first_token_s, row.compile_s = min(mine[1]), firsts[row.method] - min(mine[args.many])
+        mine = sorted(steps[row.method])
+        row.ms = mine[len(mine) // 10]
+        row.spread = (mine[0], mine[len(mine) // 2])
+        row.first_token_s = min(firsts[row.method])
+        row.compile_s -= warm_up[row.method]
         row.tokens_per_s = row.batch / row.ms * 1e3
         row.same = agreement(tokens[row.method], tokens[rows[0].method])
         say(f"{row}  × {row.ms / rows[0].ms:.2f} of {rows[0].method}")
