@@ -53,6 +53,15 @@ def test_the_tokens_of_eager_generate(family, how):
     assert same(family, **how)
 
 
+def test_a_compiled_step_gives_the_same_and_is_compiled_once():
+    eager = build("Gemma 3")
+    graph = hf_paged_attention.enable(build("Gemma 3"), block_size=16, decode="graph")
+    for lengths, stance in (((20, 13), "default"), ((40, 33), "fail_on_recompile")):
+        want = eager.generate(**prompts(*lengths), **NEW)
+        with torch.compiler.set_stance(stance):
+            assert torch.equal(graph.generate(**prompts(*lengths), **NEW), want)
+
+
 def test_rows_end_at_their_end_of_sequence_and_the_cache_holds_no_more():
     eager, graph = pair("Mistral")
     free = eager.generate(**prompts(5, 17, 40), **NEW)
