@@ -14,6 +14,7 @@ import torch
 
 from .cache import PagedCache
 from .cache.device_state import DeviceState
+from .log import warn_once
 
 # Steps for which memory is reserved, at most, at a time. When it is used up the pools move, and the step is captured
 # anew.
@@ -86,7 +87,10 @@ class CapturedStep:
         cache.reserve(wanted)
         if self._places and self._places != tuple(map(_place_of, cache.layers)):
             # Memory that moves costs a capture: move seldom.
-            cache.reserve(max(wanted, max(lengths) // 4, RESERVATION))
+            try:
+                cache.reserve(max(wanted, max(lengths) // 4, RESERVATION))
+            except torch.OutOfMemoryError:
+                warn_once("no memory to reserve ahead for captured steps; they are captured anew more often")
         self._room = {}
         for layer in cache.layers:
             blocks = layer.storage.num_blocks

@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Any
 
 import torch
-from transformers.generation.configuration_utils import CompileConfig
+from transformers.generation.configuration_utils import CompileConfig, GenerationMode
 from transformers.modeling_outputs import CausalLMOutputWithPast
 
 from .arena import ArenaKeeper
@@ -96,18 +96,28 @@ class AutomaticCompilation:
         cache = model_kwargs.get(CACHE_ARGUMENT)
         if not isinstance(cache, PagedCache):
             return self._criteria(model_kwargs, generation_config)
-        if not self.takes(cache, generation_config):
+        if not cache.may_compile:
             return False
         cache.longest = generation_config.max_length
         with cache.compileable():
-            return self._criteria(model_kwargs, generation_config)
+            valid = self._criteria(model_kwargs, generation_config)
+        if not valid and not generation_config.disable_compile:
+            device = self._model().device.type
+            warn_once(
+                f"automatic compilation does not run this call: Transformers does not compile this model on {device} "
+                "(the device itself, a quantiser or offloading); the eager forward does"
+            )
+        return valid
 
-    def takes(self, cache: Any, generation_config: Any) -> bool:
-        """Whether steps over `cache` can be compiled; where not, a log line says why."""
+    def look_at(self, cache: PagedCache, generation_config: Any, generation_mode: Any) -> bool:
+        """At the start of a call: whether its steps over `cache` can be compiled; where not, a log line says why."""
         reason = why_not_captured(self._model(), cache, generation_config)
+        if reason is None and generation_mode == GenerationMode.ASSISTED_GENERATION:
+            reason = "assisted decoding"
         if reason is not None:
             warn_once(f"automatic compilation does not run this call: {reason}; the eager forward does")
-        return reason is None
+        cache.may_compile = reason is None
+        return cache.may_compile
 
     def get_compiled_call(self, compile_config: CompileConfig | None) -> Callable[..., Any]:
         return functools.partial(self._call, compile_config)
@@ -175,11 +185,12 @@ class _ForwardStep(CapturedStep):
 def _split(inputs: dict[str, Any]) -> tuple[dict[str, torch.Tensor] | None, Any]:
     """(tensors that change from step to step, the other arguments), or (None, what cannot be captured).
 
-    The attention mask is left out: older padding was never stored, and a new token is real.
+    Left out are the attention mask (older padding was never stored, and a new token is real) and how many logits to
+    keep of the one token: with them, the other decoding loop would not share what is compiled.
     """
     tensors, rest = {}, {}
     for name, value in inputs.items():
-        if name in ("attention_mask", CACHE_ARGUMENT):
+        if name in ("attention_mask", "logits_to_keep", CACHE_ARGUMENT):
             continue
         if name in ("input_ids", "position_ids") and isinstance(value, torch.Tensor):
             tensors[name] = value

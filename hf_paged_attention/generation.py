@@ -71,14 +71,17 @@ def enable(
                 cache.activate_past_recording()
             cache.is_built_by_generate = True
             model_kwargs[CACHE_ARGUMENT] = cache
-            if automatic is not None and automatic.takes(cache, generation_config):
+            if automatic is not None and automatic.look_at(cache, generation_config, given["generation_mode"]):
                 samples = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
                 arenas.lend_to(cache, given["batch_size"] * samples)
             else:
                 arenas.forget()  # its memory would lie idle beside this call's
             return None
-        if isinstance(model_kwargs.get(CACHE_ARGUMENT), PagedCache):
-            model_kwargs[CACHE_ARGUMENT].is_built_by_generate = False  # if it was, its user has it now
+        cache = model_kwargs.get(CACHE_ARGUMENT)
+        if isinstance(cache, PagedCache):
+            cache.is_built_by_generate = False  # if it was, its user has it now
+            if automatic is not None:
+                automatic.look_at(cache, generation_config, given["generation_mode"])
         return original(*args, **kwargs)
 
     model._prepare_cache_for_generation = prepare_cache

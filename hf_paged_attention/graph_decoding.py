@@ -245,7 +245,9 @@ class _Run:
             "input_ids": self.tokens.token.unsqueeze(1),
             "position_ids": (lengths + self.tokens.shift).unsqueeze(1),
             CACHE_ARGUMENT: self.cache,
+            # As generate's own loop calls the forward, so that both loops share what was compiled.
             "use_cache": True,
+            "return_dict": True,
         }
 
     def _eager_step(self) -> None:

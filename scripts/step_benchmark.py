@@ -372,6 +372,7 @@ def run(args: Any, say: Any) -> int:
                     say(line)
         hf_paged_attention.disable(model)
         del model, calls
+        torch._dynamo.reset()
         gc.collect()
         if device.type == "cuda":
             torch.cuda.empty_cache()

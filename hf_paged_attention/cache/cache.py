@@ -88,7 +88,9 @@ class PagedCache(Cache):
         # What captured decode steps keep with this cache (`hf_paged_attention.arena`), and whose cache it is.
         self.arena: Any = None
         self.is_built_by_generate = False
-        self.longest: int | None = None  # columns that the present call of generate may reach
+        # Of the present call of `generate`: the columns that it may reach, and whether its steps can be compiled.
+        self.longest: int | None = None
+        self.may_compile = False
         self._compiles = False
         super().__init__(layers=layers)
 

@@ -127,6 +127,7 @@ class Storage:
             target = max(num_blocks, min(target, limit))
 
         kept = min(self.num_blocks, target)
+        self._kv = None
 
         def resized(memory: torch.Tensor | None) -> torch.Tensor | None:
             if memory is None:
@@ -142,7 +143,6 @@ class Storage:
         self._v = resized(self._v)
         self._k_scale, self._v_scale = resized(self._k_scale), resized(self._v_scale)
         self.num_blocks = target
-        self._kv = None
         for memory in (self._k, self._v, self._k_scale, self._v_scale):
             if memory is not None:
                 torch._dynamo.maybe_mark_dynamic(memory, 1)  # a compiled decode step must serve pools of any size

@@ -72,6 +72,17 @@ def test_inductor_gives_the_tokens_too():
     assert torch.equal(compiled.generate(**prompts(30, 20), **NEW, compile_config=config("inductor")), want)
 
 
+def test_both_decoding_loops_share_what_is_compiled():
+    model, before = build("Gemma 3"), graphs()
+    arguments = {**prompts(30, 20), **NEW}
+    hf_paged_attention.enable(model, block_size=16, decode="compile")
+    want = model.generate(**arguments, compile_config=config("inductor", dynamic=False))
+    hf_paged_attention.enable(model, block_size=16, decode="graph")
+    with torch.compiler.set_stance("fail_on_recompile"):
+        assert torch.equal(model.generate(**arguments), want)
+    assert graphs() - before == 1
+
+
 def test_short_prompts_of_8_bit_caches_step_eagerly_until_their_factors_are_fitted():
     eager, compiled = pair("Gemma 3", kv_dtype="int8")
     arguments = {**prompts(1, 2, 3), "do_sample": False, "max_new_tokens": 80}
