@@ -133,12 +133,17 @@ def test_what_is_not_compiled_says_so_and_runs(caplog):
     assert not PagedCache(compiled.config).is_compileable
     before = graphs()
     with caplog.at_level(logging.WARNING, "hf_paged_attention"):
-        for how in ({"num_beams": 2}, {"disable_compile": True}, {"compile_config": None}):
-            assert torch.equal(
-                compiled.generate(**prompts(9), **NEW, **how), eager.generate(**prompts(9), **NEW, **how)
-            )
+        for how in (
+            {"num_beams": 2, "compile_config": config()},
+            {"assistant_model": build("Llama", num_hidden_layers=1), "compile_config": config()},
+            {"disable_compile": True, "compile_config": config()},
+            {"compile_config": None},
+        ):
+            inputs = prompts(9)
+            assert torch.equal(compiled.generate(**inputs, **NEW, **how), eager.generate(**inputs, **NEW, **how))
     assert graphs() == before
-    assert "num_beams=2" in caplog.text
+    for reason in ("num_beams=2", "assisted decoding", "does not compile this model on cpu"):
+        assert reason in caplog.text
 
 
 def test_disable_puts_the_methods_back():
