@@ -171,7 +171,7 @@ class _ForwardStep(CapturedStep):
             self.state.advance()
             inputs = dict(self._inputs)
             if "position_ids" not in inputs:
-                inputs["position_ids"] = (self.state.seq_lens.to(torch.int64) - 1).unsqueeze(1)
+                inputs["position_ids"] = self.state.positions.unsqueeze(1)
             with torch.no_grad():
                 found.append(forward(**inputs, **rest, **{CACHE_ARGUMENT: cache}).logits)
 

@@ -261,8 +261,7 @@ class _Run:
 
         def work() -> None:
             step.state.advance()
-            lengths = step.state.seq_lens.to(torch.int64) - 1
-            self.tokens.choose(forward(**self._inputs(lengths)).logits[:, -1])
+            self.tokens.choose(forward(**self._inputs(step.state.positions)).logits[:, -1])
 
         done = 0
         while done < remaining and not watcher.stopped:

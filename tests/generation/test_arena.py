@@ -57,7 +57,7 @@ class Replay:
         assert cache.sequences.device_state is self.state
         assert addresses(cache) == self.places
         self.state.advance()
-        lengths = self.state.seq_lens.to(torch.int64) - 1
+        lengths = self.state.positions
         inputs = {
             "input_ids": self.tokens.token.unsqueeze(1),
             "position_ids": (lengths + self.tokens.shift).unsqueeze(1),
