@@ -47,7 +47,9 @@ class Arena:
     def holds(self, cache: PagedCache) -> bool:
         """Whether the memory held is that of `cache` as it is now."""
         return self.owner is cache and all(
-            mine[0] is layer.storage.memory()[0] for mine, layer in zip(self._memory, cache.layers, strict=True)
+            mine is now
+            for held, layer in zip(self._memory, cache.layers, strict=True)
+            for mine, now in zip(held, layer.storage.memory(), strict=True)
         )
 
     def lend(self, cache: PagedCache) -> None:

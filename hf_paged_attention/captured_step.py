@@ -121,7 +121,7 @@ class CapturedStep:
                     self.captured += 1
         except BaseException:
             sequences.device_state = None
-            sequences.crop(1)  # not every layer has stored this step's tokens
+            sequences.take_back_together()
             raise
         finally:
             sequences.device_state = None

@@ -79,7 +79,7 @@ def turned_rows(
         x = (x / f if DIVIDE else x * f).to(DOT_DTYPE)
         signs_held = (d < D)[:, None] & (columns < D)[None, :]
         signs = tl.load(signs_ptr + d[:, None] * D + columns[None, :], mask=signs_held, other=0.0).to(DOT_DTYPE)
-        out = tl.dot(x, signs, out, input_precision="ieee")
+        out = tl.dot(x, signs, out, input_precision="tf32x3")
     return out * norm
 
 

@@ -43,20 +43,27 @@ def fresh_memory_is_poisoned():
         ensure(self, num_blocks, limit)
         kv = self.kv()
         for memory in (kv.k_pool, kv.v_pool, kv.k_scale, kv.v_scale):
-            if memory is not None and memory.dtype in (torch.float32, torch.bfloat16):
+            if memory is not None and memory.dtype.is_floating_point and memory.dtype.itemsize > 1:
                 memory[before:] = float("nan")
 
-    Storage.ensure = poisoned
+    def poisoned_tail(self, num_blocks):
+        before = self.kv().tail.k_pool.shape[0]
+        ensure_tail(self, num_blocks)
+        for memory in (self.kv().tail.k_pool, self.kv().tail.v_pool):
+            memory[before:] = float("nan")
+
+    ensure_tail = Storage.ensure_tail
+    Storage.ensure, Storage.ensure_tail = poisoned, poisoned_tail
     yield
-    Storage.ensure = ensure
+    Storage.ensure, Storage.ensure_tail = ensure, ensure_tail
 
 
 class PagedCacheMachine(RuleBasedStateMachine):
-    kv_dtype, tolerance = "auto", 0.0
+    kv_dtype, tolerance, block_size = "auto", 0.0, BLOCK
 
     @initialize(max_blocks=st.sampled_from([None, None, 14]), record=st.booleans())
     def start(self, max_blocks, record):
-        self.cache = small_cache(kv_dtype=self.kv_dtype, max_blocks=max_blocks)
+        self.cache = small_cache(kv_dtype=self.kv_dtype, block_size=self.block_size, max_blocks=max_blocks)
         self.record = record
         if record:
             self.cache.activate_past_recording()
@@ -178,7 +185,7 @@ class PagedCacheMachine(RuleBasedStateMachine):
         check_contents(self.cache, self.rows, self.tolerance)
         sliding = self.cache.sequences.tables[WINDOW]
         if not self.record:
-            bound = math.ceil(WINDOW / BLOCK) + 1
+            bound = math.ceil(WINDOW / self.block_size) + 1
             assert all(sum(block >= 0 for block in row) <= bound for row in sliding.rows)
         poison(self.cache)
 
@@ -189,6 +196,15 @@ class Int8CacheMachine(PagedCacheMachine):
 
 class Fp8CacheMachine(PagedCacheMachine):
     kv_dtype, tolerance = "fp8", 0.15
+
+
+class Int4CacheMachine(PagedCacheMachine):
+    # Codes are a fifteenth of a group's range apart; a block that a crop opens is encoded once more.
+    kv_dtype, tolerance, block_size = "int4", 0.7, 32
+
+
+class MixedCacheMachine(PagedCacheMachine):
+    kv_dtype, tolerance = ("int8", "int4"), 0.3
 
 
 SETTINGS = settings(
@@ -207,9 +223,15 @@ TestInt8Cache.settings = settings(SETTINGS, max_examples=15)
 TestFp8Cache = Fp8CacheMachine.TestCase
 TestFp8Cache.settings = settings(SETTINGS, max_examples=15)
 
+TestInt4Cache = Int4CacheMachine.TestCase
+TestInt4Cache.settings = settings(SETTINGS, max_examples=30)
+TestMixedCache = MixedCacheMachine.TestCase
+TestMixedCache.settings = settings(SETTINGS, max_examples=10)
+MACHINES = [PagedCacheMachine, Int8CacheMachine, Fp8CacheMachine, Int4CacheMachine, MixedCacheMachine]
+
 
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", [PagedCacheMachine, Int8CacheMachine, Fp8CacheMachine])
+@pytest.mark.parametrize("machine", MACHINES)
 def test_many_more_steps(machine):
     from hypothesis.stateful import run_state_machine_as_test
 

@@ -94,14 +94,15 @@ def graphs(monkeypatch):
 
 
 def enabled(family="Gemma 3", **arguments):
-    return hf_paged_attention.enable(build(family), block_size=16, decode="graph", compile=False, **arguments)
+    return expected(family, decode="graph", compile=False, **arguments)
 
 
 def expected(family="Gemma 3", **arguments):
-    return hf_paged_attention.enable(build(family), block_size=16, **arguments)
+    size = 32 if arguments.get("kv_dtype") == "int4" else 16
+    return hf_paged_attention.enable(build(family), block_size=size, **arguments)
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8", "int4"])
 @pytest.mark.parametrize("family", ["Qwen3", "Gemma 3"])
 def test_a_second_call_captures_nothing(graphs, family, kv_dtype):
     model, plain = enabled(family, kv_dtype=kv_dtype), expected(family, kv_dtype=kv_dtype)

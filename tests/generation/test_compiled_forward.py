@@ -13,7 +13,7 @@ from hf_paged_attention import PagedCache, log
 from tests.families.models import build, prompts
 
 NEW = {"max_new_tokens": 12, "do_sample": False}
-FORMATS = ["auto", "int8", "fp8"]
+FORMATS = ["auto", "int8", "fp8", "int4"]
 
 
 @pytest.fixture(autouse=True)
@@ -32,8 +32,9 @@ def config(backend: str = "eager", **options) -> CompileConfig:
 
 def pair(family: str, **arguments):
     """The same model twice: stepping eagerly, and compiled."""
+    size = 32 if arguments.get("kv_dtype") == "int4" else 16
     return tuple(
-        hf_paged_attention.enable(build(family), block_size=16, decode=decode, **arguments)
+        hf_paged_attention.enable(build(family), block_size=size, decode=decode, **arguments)
         for decode in ("plain", "compile")
     )
 

@@ -21,7 +21,7 @@ pytestmark = [pytest.mark.gpu, pytest.mark.skipif(not torch.cuda.is_available(),
 
 NEW = {"max_new_tokens": 40, "do_sample": False}
 LONG = (70, 66)  # past the tokens on which 8-bit factors are fitted
-FORMATS = ["auto", "int8", "fp8"]
+FORMATS = ["auto", "int8", "fp8", "int4"]
 FAMILIES = ["Qwen3", "Gemma 3"]  # full layers; sliding and full ones
 
 
@@ -34,7 +34,8 @@ def ids(*lengths, seed=1):
 
 
 def model_of(family, decode="plain", compile=False, **arguments):
-    return hf_paged_attention.enable(build(family).cuda(), block_size=16, decode=decode, compile=compile, **arguments)
+    size = 32 if arguments.get("kv_dtype") == "int4" else 16
+    return hf_paged_attention.enable(build(family).cuda(), block_size=size, decode=decode, compile=compile, **arguments)
 
 
 @pytest.fixture
