@@ -35,10 +35,11 @@ COMMON = dict(vocab_size=151936, num_key_value_heads=8, head_dim=128, max_positi
 TINY = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, vocab_size=512)
 TINY |= dict(num_key_value_heads=2, head_dim=32, initializer_range=0.25)  # so that tokens follow the context
 
-# How `generate` is called, by method; "-int8" and "-fp8" after one of ours name the cache's format.
+# How `generate` is called, by method; the format of the cache comes after one of ours, as in "graph-int8".
 PEERS = ("eager", "sdpa", "static")
 OURS = {"plain": "plain", "generate-auto": "compile", "graph": "graph", "graph-nocompile": "graph"}
-METHODS = (*PEERS, *(f"{name}{suffix}" for name in OURS for suffix in ("", "-int8", "-fp8")))
+FORMATS = ("int8", "fp8", "int4")
+METHODS = (*PEERS, *(f"{name}{suffix}" for name in OURS for suffix in ("", *(f"-{format}" for format in FORMATS))))
 BANDWIDTH = 4.27e12  # bytes a second of a large copy on an H200: what the floor divides by
 
 # (model, batch, context, method): what was seen to end in "out of memory" on 141 GB, or is larger than that.
@@ -125,7 +126,7 @@ def prepare(model: Any, method: str, shrunk: bool) -> dict[str, Any]:
             return {}
         return {"cache_implementation": "static", "disable_compile": shrunk}
     name, kv_dtype = method, "auto"
-    for format in ("int8", "fp8"):
+    for format in FORMATS:
         if method.endswith(f"-{format}"):
             name, kv_dtype = method.removesuffix(f"-{format}"), format
     compiles = name != "graph-nocompile" and not shrunk
@@ -194,7 +195,7 @@ def floor_ms(model: Any, batch: int, context: int, method: str) -> float:
     weights = sum(p.numel() * p.element_size() for p in parameters)
     if not model.config.tie_word_embeddings:
         weights -= model.get_input_embeddings().weight.nbytes  # a step reads a row of it
-    kv_dtype = next((f for f in ("int8", "fp8") if method.endswith(f)), "auto")
+    kv_dtype = next((format for format in FORMATS if method.endswith(format)), "auto")
     cache = hf_paged_attention.PagedCache(model.config, kv_dtype=kv_dtype, dtype=model.dtype)
     return (weights + batch * context * cache.bytes_per_token) / BANDWIDTH * 1e3
 

@@ -167,6 +167,30 @@ def test_an_exception_in_a_step_loses_that_step_alone(family):
     assert torch.equal(got, want)
 
 
+def test_a_block_whose_encoding_an_exception_ended_is_encoded_by_the_next_step():
+    _, graph = pair("Llama", kv_dtype="int4", block_size=32)
+    plain = hf_paged_attention.enable(build("Llama"), block_size=32, kv_dtype="int4")
+    inputs, calls = prompts(90), []
+
+    def hook(*_):
+        calls.append(1)
+        if len(calls) == 1 + 6:  # the step that brings the 96th token, and so encodes the first 32
+            raise InterruptedError
+
+    cache = PagedCache(graph.config, block_size=32, kv_dtype="int4")
+    handle = graph.model.layers[1].mlp.register_forward_pre_hook(hook)
+    with pytest.raises(InterruptedError):
+        graph.generate(**inputs, past_key_values=cache, **NEW)
+    handle.remove()
+    assert cache.get_seq_length() == 95
+    assert cache.sequences.tail.sealed == [0]
+    want = plain.generate(**inputs, **NEW)
+    mask = torch.ones(1, 96, dtype=torch.long)
+    rest = {**NEW, "max_new_tokens": 34}
+    assert torch.equal(graph.generate(want[:, :96], attention_mask=mask, past_key_values=cache, **rest), want)
+    assert cache.sequences.tail.sealed == [64]
+
+
 @pytest.mark.parametrize("end", [14, 15])
 def test_steps_too_many_are_cropped_behind_a_window_too(end, monkeypatch):
     """As on a GPU, whether all rows have finished is read one step late, while int8 factors are still fitted."""
