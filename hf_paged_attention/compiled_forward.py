@@ -19,7 +19,7 @@ from transformers.modeling_outputs import CausalLMOutputWithPast
 from .arena import ArenaKeeper
 from .cache import PagedCache
 from .cache.layer import PagedLayer
-from .captured_step import CapturedStep, model_state, must_run_eagerly
+from .captured_step import RESERVATION, CapturedStep, model_state, must_run_eagerly
 from .compat import CACHE_ARGUMENT
 from .log import warn_once
 
@@ -141,7 +141,9 @@ class AutomaticCompilation:
         if step is None or step.captures != captures or not step.takes(tensors):
             step = arena.parts["forward step"] = _ForwardStep(captures, tensors)
         if not step.is_ready_for(cache):
-            longest = max(cache.longest or 0, max(cache.sequences.lengths) + 1)
+            held, longest = max(cache.sequences.lengths), cache.longest or 0
+            if held >= longest:  # generate counts no tokens that came as embeddings
+                longest = held + RESERVATION
             step.prepare(cache, longest, (model_state(model), repr(compile_config), repr(rest)))
         logits = step(cache, self.forward.get(model, compile_config), tensors, rest)
         self.arenas.hold(arena, cache)

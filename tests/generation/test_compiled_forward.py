@@ -9,7 +9,7 @@ import torch
 from transformers import CompileConfig
 
 import hf_paged_attention
-from hf_paged_attention import PagedCache, log
+from hf_paged_attention import PagedCache, captured_step, log
 from tests.families.models import build, prompts
 
 NEW = {"max_new_tokens": 12, "do_sample": False}
@@ -111,6 +111,19 @@ def test_what_generate_can_do(how):
         found.append(getattr(out, "sequences", out))
     assert torch.equal(*found)
     assert graphs() > before
+
+
+def test_embeddings_for_a_prompt(monkeypatch):
+    eager, compiled = pair("Llama")
+    ids, mask = prompts(30, 20).values()
+    embeds = eager.get_input_embeddings()(ids).detach()
+    arguments = {"inputs_embeds": embeds, "attention_mask": mask, **NEW}
+    prepared, prepare = [], captured_step.CapturedStep.prepare
+    monkeypatch.setattr(
+        captured_step.CapturedStep, "prepare", lambda step, *rest: (prepared.append(1), prepare(step, *rest))
+    )
+    assert torch.equal(compiled.generate(**arguments, compile_config=config()), eager.generate(**arguments))
+    assert len(prepared) == 1
 
 
 def test_the_users_cache_goes_on_in_the_next_call():
