@@ -3,11 +3,13 @@
     python scripts/benchmark.py decode
     python scripts/benchmark.py prefill --shape qwen3-8b --tokens 8192 32768 --json results/prefill.json
     python scripts/benchmark.py write
+    python scripts/benchmark.py step --model qwen3-0.6b --method sdpa static graph --json results/step.json
 
 Times are medians over replays of one CUDA graph that runs the call on layer after layer, more bytes than the L2 cache
 holds several times over; K and V lie in pages scattered at random. The floor of a decode or a write is its bytes over
 the bandwidth of a large copy, measured in the same run; a prefill is given in TFLOP/s over the pairs that are seen.
-Peers get contiguous K and V. On a CPU (TRITON_INTERPRET=1) the shapes are shrunk: errors, no times.
+Peers get contiguous K and V. On a CPU (TRITON_INTERPRET=1) the shapes are shrunk: errors, no times. `step` times whole
+decode steps of `generate` by another method: see `step_benchmark.py`.
 """
 
 import argparse
@@ -31,7 +33,7 @@ if not torch.cuda.is_available():
 
 from eval.program import BadInput, Parser, answers_bad_input, count, paragraph
 from hf_paged_attention.kernels import counters, reference_write_kv, write_kv
-from scripts import timing
+from scripts import step_benchmark, timing
 from scripts.attention_cases import FORMATS, SHAPES, Spec, error_of, even, make_case, mixed, ragged
 from scripts.compile_ahead import compile_ahead
 
@@ -528,6 +530,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
             command.add_argument("--plot", metavar="FILE", help="draw a figure there (needs matplotlib)")
         command.add_argument("--seconds", type=float, help="start no case after this time")
         command.add_argument("--json", metavar="FILE", help="write everything there too")
+    command = commands.add_parser(
+        "step", help="a decode step of generate, by method", description=paragraph(step_benchmark.__doc__, 1)
+    )
+    step_benchmark.add_arguments(command)
     return parser.parse_args(argv)
 
 
@@ -542,6 +548,10 @@ def main(argv: list[str] | None = None) -> int:
     def say(line: str) -> None:
         print(line, flush=True)
 
+    if args.command == "step":
+        where = torch.cuda.get_device_name() if on_gpu else "cpu"
+        say(f"{where}, torch {torch.__version__}, {torch.get_num_threads()} threads on the host")
+        return step_benchmark.run(args, say)
     device = torch.cuda.get_device_name() if on_gpu else "cpu, Triton's interpreter, shapes shrunk"
     bandwidth = timing.copy_bandwidth() if on_gpu else None
     say(f"{device}, torch {torch.__version__}" + (f", copy {bandwidth / 1e9:,.0f} GB/s" if bandwidth else ""))

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
@@ -99,10 +100,35 @@ class PagedCache(Cache):
         # Where layers of Transformers' own keep state: the last layer that keys come for, and the last they came for.
         self._last_layer = attention[-1] if stateful and attention else None
         self._reached = self._last_layer
+        # What captured decode steps keep with this cache (`hf_paged_attention.arena`), and whose cache it is.
+        self.arena: Any = None
+        self.is_built_by_generate = False
+        # Of the present call of `generate`: the columns that it may reach, and whether its steps can be compiled.
+        self.longest: int | None = None
+        self.may_compile = False
+        self._compiles = False
         super().__init__(layers=layers)
 
     def __repr__(self) -> str:
         return f"PagedCache(kv_dtype={self.kv_dtype!r}, block_size={self.block_size}, layers={len(self.layers)})"
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate` may compile its forward over this cache.
+
+        Only while an enabled model asks for it (`enable(model, decode="compile")`): blocks are allocated on the host
+        between steps, and a cache by itself has no place there.
+        """
+        return self._compiles
+
+    @contextlib.contextmanager
+    def compileable(self) -> Iterator[None]:
+        """Within it the cache says that it is compileable."""
+        self._compiles = True
+        try:
+            yield
+        finally:
+            self._compiles = False
 
     @property
     def _paged(self) -> list[PagedLayer]:
@@ -169,6 +195,7 @@ class PagedCache(Cache):
         for layer in self._paged:
             table = layer.table
             blocks = table.capacity_for(self.sequences.lengths, tokens, self.sequences.keeps_past)
+            layer.storage.keeps_memory = True
             layer.storage.ensure(max(blocks, layer.storage.num_blocks), table.pool.max_blocks)
             if self.sequences.tail is not None:
                 layer.storage.ensure_tail(self.sequences.tail.capacity_one_by_one())

@@ -63,6 +63,7 @@ class Sequences:
         self.batch_size: int | None = None
         self.lengths: list[int] = []  # real tokens a row, the current pass included
         self.current: ForwardPass | None = None
+        self._together: ForwardPass | None = None  # the last step of all layers at once
         self.progress = [0] * self.num_layers  # columns that each layer has stored
         self._columns = 0  # columns a row has been given, padding and the current pass included
         # The past in segments of columns: (columns, which of them are real per row, or None where all are).
@@ -217,8 +218,13 @@ class Sequences:
         if not self.keeps_past:
             self._release_behind_windows()
         self._begin(self.batch_size, 1, None)
-        self.current = None
+        self._together, self.current = self.current, None
         self.progress = [self._columns] * self.num_layers
+
+    def take_back_together(self) -> None:
+        """Take back what `enter_together` began: an exception ended the step, and not every layer has stored it."""
+        self._together.undo_tail()
+        self._take_back(1)
 
     @property
     def shares_next_block(self) -> bool:
