@@ -86,7 +86,7 @@ def why_not(model, logits_processor, stopping_criteria, generation_config, kwarg
     cache = kwargs.get(CACHE_ARGUMENT)
     if not isinstance(cache, PagedCache):
         return "the cache is not a PagedCache"
-    if any(not isinstance(layer, PagedLayer) for layer in cache.layers):
+    if any(type(layer) is not PagedLayer for layer in cache.layers):
         return "some layers of the cache are not paged"
     if generation_config.num_beams > 1:
         return f"num_beams={generation_config.num_beams}"

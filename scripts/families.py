@@ -21,7 +21,7 @@ FORMATS = ("fp16", "bf16", "int8", "fp8")
 LAYERS = {
     "Qwen3-Next": "full-attention layers paged; linear-attention layers as Transformers keeps them",
     "Qwen3.5": "full-attention layers paged; linear-attention layers as Transformers keeps them",
-    "Falcon-H1": "`hybrid` layers stay Transformers' own: their keys are contiguous and in no format",
+    "Falcon-H1": "attention and mamba in each layer: keys paged, mamba states as Transformers keeps them",
     "LFM2": "full-attention layers paged; convolutions as Transformers keeps them",
     "DeepSeek-V3": "the cache holds latents (MLA), as Transformers keeps them, in no format",
     "Gemma 3n": "layers that share keys and values read the pages of the layer that wrote them",

@@ -10,15 +10,21 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 from ..compat import caches_latents, cannot_crop, known_layer_types, layer_types_and_arguments, transformers_layer
 from ..log import info_once
 from .formats import get_format
+from .hybrid import PagedHybridLayer
 from .layer import PagedLayer
 from .options import Options
 from .sequences import Sequences
+from .unfinished import PassWatch
 
 DEFAULT_BLOCK_SIZE = 64
 PAGED_TYPES = ("full_attention", "sliding_attention")
+# Layers of attention and of a state of another kind at once.
+HYBRID_TYPES = ("hybrid", "hybrid_sliding")
 # Layers that no forward pass brings to the cache.
 STATELESS_TYPES = ("dummy", "moe", "mlp")
 WITHOUT_KEYS = (*STATELESS_TYPES, "conv", "linear_attention")
+# In a plan, the layers whose keys are paged.
+KEYS_IN_BLOCKS = ("paged", "hybrid")
 
 
 class PagedCache(Cache):
@@ -65,24 +71,22 @@ class PagedCache(Cache):
         self.dtype = dtype
         self.block_size = block_size or DEFAULT_BLOCK_SIZE
         self._plan = plan = _plan(self.text_config)
-        windows = [window for kind, window in plan if kind == "paged"]
+        windows = [argument[0] if kind == "hybrid" else argument for kind, argument in plan if kind in KEYS_IN_BLOCKS]
         options = Options(backend, on_unsupported)
         self.sequences = Sequences(
             self.block_size, set(windows), max_blocks, len(windows), options, prefix_caching=prefix_caching
         )
         layers: list[Any] = []
         for kind, argument in plan:
+            index = sum(isinstance(layer, PagedLayer) for layer in layers)
             if kind == "paged":
-                index = sum(isinstance(layer, PagedLayer) for layer in layers)
                 layers.append(PagedLayer(index, self.sequences, format, argument))
+            elif kind == "hybrid":
+                layers.append(PagedHybridLayer(index, self.sequences, format, *argument))
             else:
                 layers.append(transformers_layer(kind, argument))
         self.format = format
-        stateful = any(kind not in ("paged", *STATELESS_TYPES) for kind, _ in plan)
-        attention = [index for index, (kind, _) in enumerate(plan) if kind not in WITHOUT_KEYS]
-        # Where layers of Transformers' own keep state: the last layer that keys come for, and the last they came for.
-        self._last_layer = attention[-1] if stateful and attention else None
-        self._reached = self._last_layer
+        self._watch = _watch(plan)
         super().__init__(layers=layers)
 
     def __repr__(self) -> str:
@@ -94,7 +98,8 @@ class PagedCache(Cache):
 
     @property
     def _others(self) -> list[Any]:
-        return [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
+        """Layers that Transformers keeps, and hybrid ones, whose states it keeps."""
+        return [layer for layer in self.layers if type(layer) is not PagedLayer]
 
     # Transformers' protocol: what concerns the sequences is done once, not once a layer -------------------------------
 
@@ -107,23 +112,40 @@ class PagedCache(Cache):
                 f"Keys of layer {layer_idx} arrive, but this cache has {len(self.layers)} layers: it belongs to "
                 "another model. Build a PagedCache from this model's config."
             )
-        self._reach(layer_idx)
+        if self._watch is not None:
+            self._watch.reach(layer_idx, "keys", first=("keys", layer_idx))
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def _reach(self, layer_idx: int) -> None:
-        """Refuse a pass that follows one which an exception ended, where layers cannot be put back as they were.
+    # States that Transformers keeps: where a pass is, is all that we learn from these
 
-        Seen where keys arrive, in order: models change other states in place without a word to the cache.
-        """
-        if self._last_layer is None or torch.compiler.is_compiling():
-            return
-        if layer_idx <= self._reached < self._last_layer:
-            raise RuntimeError(
-                f"The last forward pass ended between layers {self._reached} and {self._last_layer}, and layers that "
-                "Transformers keeps (linear attention, latents) cannot be put back as they were before it. Call "
-                "reset()."
-            )
-        self._reached = layer_idx
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """As in Transformers; 5.17's models ask it once a pass and layer."""
+        if self._watch is not None and layer_idx is not None:
+            self._watch.reach(layer_idx, "states", first=("has", layer_idx, state_idx))
+        return super().has_previous_state(layer_idx, state_idx)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """As in Transformers (newer than 5.17), whose models ask it once a pass and layer."""
+        if self._watch is not None:
+            self._watch.reach(layer_idx, "states", first=("conv", layer_idx, state_idx))
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        if self._watch is not None:
+            self._watch.reach(layer_idx, "states", first=("recurrent", layer_idx, state_idx))
+        return super().get_recurrent_state(layer_idx, state_idx)
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        if self._watch is not None:
+            self._watch.reach(layer_idx, "states")
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        if self._watch is not None:
+            self._watch.reach(layer_idx, "states")
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens a row that the cache has been given, padding included."""
@@ -137,6 +159,8 @@ class PagedCache(Cache):
         """(length, offset) of the columns that a mask must describe: those of the new tokens."""
         if self.sequences.device_state is not None:
             return query_length, 0
+        if self._watch is not None:
+            self._watch.begin()  # masks are made first, before a layer runs
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if isinstance(layer, CacheLayerMixin) and not isinstance(layer, PagedLayer):
             return layer.get_mask_sizes(query_length)
@@ -159,7 +183,8 @@ class PagedCache(Cache):
         """Forget every sequence and give all blocks back, but those that keep_prefixes=True leaves to be found."""
         kept = keep_prefixes and self.sequences.prefixes is not None
         self.sequences.reset(keep_prefixes=kept)
-        self._reached = self._last_layer
+        if self._watch is not None:
+            self._watch.clear()
         for index, layer in enumerate(self.layers):
             if isinstance(layer, PagedLayer):
                 layer.forget(keep_fit=kept)
@@ -171,7 +196,7 @@ class PagedCache(Cache):
     @property
     def can_share_prefixes(self) -> bool:
         """Whether a row can begin with another's blocks: every layer's past lies in them."""
-        return not self._others
+        return self._watch is None
 
     def match_prefix(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
         """Begin the sequences with the stored blocks of the longest known beginnings of the prompts.
@@ -219,6 +244,8 @@ class PagedCache(Cache):
         tokens_to_remove = int(tokens_to_remove)  # a tensor on transformers 5.17
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number.")
+        if self._watch is not None:
+            self._watch.begin()
         for layer in self._others:
             reason = cannot_crop(layer) if tokens_to_remove else None
             if reason:
@@ -235,18 +262,21 @@ class PagedCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row becomes `repeats` rows that share its blocks."""
-        if self.sequences.batch_size is not None:
-            self.sequences.select([row for row in range(self.sequences.batch_size) for _ in range(repeats)])
-        for layer in self._others:
-            layer.batch_repeat_interleave(repeats)
+        if self.batch_size is not None and self.batch_size > 0:
+            self._select([row for row in range(self.batch_size) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices` (numbers, or a boolean mask)."""
         rows = torch.as_tensor(indices)
-        rows = rows.nonzero().flatten() if rows.dtype == torch.bool else rows
-        self.sequences.select(rows.tolist())
+        self._select((rows.nonzero().flatten() if rows.dtype == torch.bool else rows).tolist())
+
+    def _select(self, rows: list[int]) -> None:
+        self.sequences.select(rows)
         for layer in self._others:
-            layer.batch_select_indices(indices)
+            if hasattr(layer, "conv_states"):  # Transformers knows reordering alone for these; it selects as well
+                layer.reorder_cache(torch.tensor(rows))
+            else:
+                layer.batch_select_indices(torch.tensor(rows))
 
     @property
     def batch_size(self) -> int:
@@ -318,12 +348,15 @@ def real_tokens(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) ->
 
 
 def _plan(config: Any) -> list[tuple[str, Any]]:
-    """For each layer ("paged", window) or (Transformers' layer type, its arguments)."""
+    """For each layer ("paged", window), ("hybrid", (window, states)) or (Transformers' layer type, its arguments)."""
     latents = caches_latents(config)
     plan: list[tuple[str, Any]] = []
     for layer_type, arguments in layer_types_and_arguments(config):
         if layer_type in PAGED_TYPES and not latents:
             plan.append(("paged", arguments.get("sliding_window") if layer_type == "sliding_attention" else None))
+        elif layer_type in HYBRID_TYPES and not latents:
+            window = arguments.get("sliding_window") if layer_type == "hybrid_sliding" else None
+            plan.append(("hybrid", (window, arguments.get("number_of_states", 1))))
         elif layer_type == "chunked_attention" or layer_type not in known_layer_types():
             raise NotImplementedError(
                 f"PagedCache does not know layers of type {layer_type!r} ({config.model_type}). Generate without "
@@ -334,6 +367,16 @@ def _plan(config: Any) -> list[tuple[str, Any]]:
             info_once(f"{config.model_type}: layers kept as Transformers keeps them ({why})")
             plan.append((layer_type, arguments))
     return plan
+
+
+def _watch(plan: list[tuple[str, Any]]) -> PassWatch | None:
+    """None where every layer can be put back as it was before a pass that an exception ended."""
+    if all(kind in ("paged", *STATELESS_TYPES) for kind, _ in plan):
+        return None
+    last = max(index for index, (kind, _) in enumerate(plan) if kind not in STATELESS_TYPES)
+    kind = plan[last][0]
+    parts = set() if kind in WITHOUT_KEYS else {(last, "keys")}
+    return PassWatch(parts | ({(last, "states")} if kind in (*WITHOUT_KEYS, *HYBRID_TYPES) else set()))
 
 
 def _check_arguments(config: Any, block_size: Any, max_blocks: Any) -> None:

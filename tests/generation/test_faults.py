@@ -57,21 +57,81 @@ def test_a_hook_that_raises_costs_nothing(family, layer):
     assert torch.equal(got, model.generate(more, attention_mask=mask, **NEW))
 
 
-@pytest.mark.parametrize("family", ["Falcon-H1", "DeepSeek-V3"])
-@pytest.mark.parametrize("layer", [1, 2])
-def test_layers_that_cannot_be_put_back_say_so(family, layer):
+def parts_of(model) -> dict[str, torch.nn.Module]:
+    """Where a hook may raise: before and inside each layer, in its mixers too, and after the last one."""
+    found = {"lm_head": model.lm_head}
+    for number, layer in enumerate(model.model.layers):
+        found[f"{number}"] = layer
+        for name, child in layer.named_children():
+            found[f"{number}.{name}"] = child
+            if name in ("linear_attn", "mamba", "conv", "self_attn"):
+                inside = dict(child.named_children())
+                found |= {f"{number}.{name}.{end}": inside[end] for end in ("in_proj", "out_proj") if end in inside}
+    return found
+
+
+STATEFUL = ["Qwen3-Next", "Falcon-H1", "LFM2", "DeepSeek-V3"]
+
+
+@pytest.mark.parametrize("when", [0, 3], ids=["prompt", "third token"])
+@pytest.mark.parametrize("family", STATEFUL)
+def test_states_that_cannot_be_put_back_are_never_continued_from(family, when):
+    """An exception anywhere: the next pass is refused with a way out, or says what it would have said."""
     model, inputs = build(family), prompts(21)
     want = model.generate(**inputs, **NEW)
     model.set_attn_implementation(NAME)
+    refused = 0
+    for place, part in parts_of(model).items():
+        calls = iter(range(100))
+
+        def hook(*_, calls=calls):
+            if next(calls) == when:
+                raise Interrupted
+
+        handle, cache = part.register_forward_pre_hook(hook), PagedCache(model.config, block_size=16)
+        try:
+            model.generate(**inputs, past_key_values=cache, **NEW)
+        except Interrupted:
+            pass
+        else:
+            assert next(calls) <= when, place  # a part that never ran: an expert, say
+            continue
+        finally:
+            handle.remove()
+        try:
+            # On from what the cache says that it holds; all of the text where that is nothing.
+            held = cache.get_seq_length()
+            with torch.no_grad():
+                out = model(want[:, held : held + 5], past_key_values=cache, use_cache=True)
+        except RuntimeError as error:
+            assert "Call reset()" in str(error), place
+            refused += 1
+            with pytest.raises(RuntimeError, match=r"reset\(\)"):
+                model.generate(**inputs, past_key_values=cache, **NEW)
+        else:
+            got = out.logits[0].argmax(-1)
+            first = max(0, 20 - held)
+            assert torch.equal(got[first:], want[0, held + first + 1 : held + 6]), place
+        cache.reset()
+        assert torch.equal(model.generate(**inputs, past_key_values=cache, **NEW), want), place
+    assert refused > 3
+
+
+@pytest.mark.parametrize("family", STATEFUL[:3])
+def test_rows_of_a_stateful_cache_repeated_and_selected(family):
+    """Of Transformers' own layers too, which know reordering alone."""
+    model, ids = build(family), prompts(17, 17)["input_ids"]
+    model.set_attn_implementation(NAME)
     cache = PagedCache(model.config, block_size=16)
-    handle = raise_at(model, layer, "block")
-    with pytest.raises(Interrupted):
-        model.generate(**inputs, past_key_values=cache, **NEW)
-    handle.remove()
-    with pytest.raises((RuntimeError, ValueError), match=r"ended between layers .*reset\(\)|21 tokens are cached"):
-        model.generate(**inputs, past_key_values=cache, **NEW)
-    cache.reset()
-    assert torch.equal(model.generate(**inputs, past_key_values=cache, **NEW), want)
+    with torch.no_grad():
+        model(ids, past_key_values=cache, use_cache=True)
+        cache.batch_repeat_interleave(2)
+        cache.batch_select_indices(torch.tensor([True, False, True, True]))
+        more = torch.randint(3, 200, (3, 4), generator=torch.Generator().manual_seed(0))
+        got = model(more, past_key_values=cache, use_cache=True).logits
+        model.set_attn_implementation("eager")
+        want = model(torch.cat([ids[[0, 1, 1]], more], 1)).logits[:, -4:]
+    torch.testing.assert_close(got, want, atol=2e-4, rtol=2e-4)
 
 
 def test_two_models_in_two_threads_each_with_its_own_cache():
