@@ -54,6 +54,16 @@ def cannot_crop(layer: Any) -> str | None:
     return None
 
 
+def asks_the_cache_for_states(config: Any) -> bool:
+    """Whether the family's code tells the cache as it comes to a layer's state; RecurrentGemma keeps its own."""
+    code = sys.modules.get(type(config).__module__.replace("configuration_", "modeling_"))
+    try:
+        source = inspect.getsource(code)
+    except (OSError, TypeError):
+        return True
+    return any(name in source for name in ("has_previous_state(", "get_conv_state(", "update_conv_state("))
+
+
 # Their models index the mask that is made for attention, or compute with it, as [batch, heads, queries, keys].
 _COMPUTE_WITH_THE_MASK = ("deepseek_v4", "doge", "hy_v4")
 

@@ -2,12 +2,20 @@
 
 from __future__ import annotations
 
+import functools
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..compat import caches_latents, cannot_crop, known_layer_types, layer_types_and_arguments, transformers_layer
+from ..compat import (
+    asks_the_cache_for_states,
+    caches_latents,
+    cannot_crop,
+    known_layer_types,
+    layer_types_and_arguments,
+    transformers_layer,
+)
 from ..log import info_once
 from .formats import get_format
 from .hybrid import PagedHybridLayer
@@ -86,7 +94,7 @@ class PagedCache(Cache):
             else:
                 layers.append(transformers_layer(kind, argument))
         self.format = format
-        self._watch = _watch(plan)
+        self._watch = _watch(plan, self.text_config)
         super().__init__(layers=layers)
 
     def __repr__(self) -> str:
@@ -369,14 +377,16 @@ def _plan(config: Any) -> list[tuple[str, Any]]:
     return plan
 
 
-def _watch(plan: list[tuple[str, Any]]) -> PassWatch | None:
+def _watch(plan: list[tuple[str, Any]], config: Any) -> PassWatch | None:
     """None where every layer can be put back as it was before a pass that an exception ended."""
     if all(kind in ("paged", *STATELESS_TYPES) for kind, _ in plan):
         return None
     last = max(index for index, (kind, _) in enumerate(plan) if kind not in STATELESS_TYPES)
     kind = plan[last][0]
     parts = set() if kind in WITHOUT_KEYS else {(last, "keys")}
-    return PassWatch(parts | ({(last, "states")} if kind in (*WITHOUT_KEYS, *HYBRID_TYPES) else set()))
+    if kind in (*WITHOUT_KEYS, "hybrid"):
+        parts.add((last, "states"))
+    return PassWatch(parts, functools.partial(asks_the_cache_for_states, config))
 
 
 def _check_arguments(config: Any, block_size: Any, max_blocks: Any) -> None:

@@ -8,16 +8,20 @@ pass. Models say little about them: they ask for a layer's state as they come to
 
 from __future__ import annotations
 
-from collections.abc import Hashable
+from collections.abc import Callable, Hashable
 
 import torch
 
 
 class PassWatch:
-    """The places (layer, "keys" or "states") that a forward pass has come to; `last` are those of the last layer."""
+    """The places (layer, "keys" or "states") that a forward pass has come to; `last` are those of the last layer.
 
-    def __init__(self, last: set[tuple[int, str]]):
+    asks: whether the model asks the cache for states at all; what it keeps elsewhere cannot be watched.
+    """
+
+    def __init__(self, last: set[tuple[int, str]], asks: Callable[[], bool]):
         self._last = frozenset(last)
+        self._asks = asks
         self.clear()
 
     def clear(self) -> None:
@@ -28,7 +32,8 @@ class PassWatch:
         """A forward pass begins. Raises `RuntimeError` if the last one did not come to its end."""
         if torch.compiler.is_compiling():
             return
-        if self._reached and not self._last <= self._reached:
+        missing = self._last - self._reached if self._reached else set()
+        if any(part == "keys" for _, part in missing) or (missing and self._asks()):
             layers = sorted({layer for layer, _ in self._reached})
             end = max(layer for layer, _ in self._last)
             raise RuntimeError(

@@ -6,10 +6,12 @@ import threading
 
 import pytest
 import torch
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from hf_paged_attention import PagedCache
 from hf_paged_attention.attention import NAME
-from tests.families.models import build, prompts
+from hf_paged_attention.cache.layer import PagedLayer
+from tests.families.models import COMMON, build, prompts
 
 NEW = {"max_new_tokens": 12, "do_sample": False}
 
@@ -115,6 +117,20 @@ def test_states_that_cannot_be_put_back_are_never_continued_from(family, when):
         cache.reset()
         assert torch.equal(model.generate(**inputs, past_key_values=cache, **NEW), want), place
     assert refused > 3
+
+
+def test_states_that_a_family_keeps_elsewhere_are_not_waited_for():
+    """RecurrentGemma's, in the last layer: the second pass must not be refused."""
+    options = {**COMMON, "num_hidden_layers": 4, "attention_window_size": 16, "lru_width": 64}
+    config = AutoConfig.for_model("recurrent_gemma", **options)
+    if isinstance(PagedCache(config).layers[-1], PagedLayer):
+        pytest.skip("this version's config does not tell which layers are recurrent")
+    torch.manual_seed(0)
+    model = AutoModelForCausalLM.from_config(config, attn_implementation="eager").eval()
+    inputs = prompts(21)
+    want = model.generate(**inputs, **NEW)
+    model.set_attn_implementation(NAME)
+    assert torch.equal(model.generate(**inputs, past_key_values=PagedCache(config, block_size=16), **NEW), want)
 
 
 @pytest.mark.parametrize("family", STATEFUL[:3])
