@@ -13,7 +13,7 @@ from .cache import PagedCache
 from .compat import CACHE_ARGUMENT, attention_configs
 from .graph_decoding import GraphDecoder
 from .log import warn_once
-from .prefill import shared_prefill
+from .prefill import generate_and_remember, shared_prefill
 
 _STATE = "_hf_paged_attention"
 
@@ -42,31 +42,36 @@ def enable(
         disable(model)
     before = [(config, config._attn_implementation) for config in attention_configs(model)]
     model.set_attn_implementation(NAME)
-    original = model._prepare_cache_for_generation
-    parameters = list(inspect.signature(original).parameters)
-
-    @functools.wraps(original)
-    def prepare_cache(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(parameters, args, strict=False)) | kwargs
-        generation_config, model_kwargs = given["generation_config"], given["model_kwargs"]
-        wants_default = generation_config.use_cache is not False and generation_config.cache_implementation in (
-            None,
-            "dynamic",
-        )
-        if wants_default and model_kwargs.get(CACHE_ARGUMENT) is None:
-            cache = PagedCache(model.config, **cache_arguments)
-            if getattr(generation_config, "is_assistant", False):
-                cache.activate_past_recording()
-            model_kwargs[CACHE_ARGUMENT] = cache
-            return None
-        return original(*args, **kwargs)
-
-    model._prepare_cache_for_generation = prepare_cache
+    # Partials of methods, not closures: a deep copy of the model then has its own, and a pickled one too.
+    model._prepare_cache_for_generation = functools.partial(
+        _prepare_cache, model._prepare_cache_for_generation, cache_arguments
+    )
     model._prefill = functools.partial(shared_prefill, model, model._prefill)
     if decode == "graph":
-        model.generate = _with_graph_decoding(model, GraphDecoder(model, compile_forward=compile))
+        decoder = GraphDecoder(model, compile_forward=compile)
+        model.generate = functools.partial(_generate_by_graph, model.generate, decoder)
+    model.generate = functools.update_wrapper(
+        functools.partial(generate_and_remember, model.generate), type(model).generate
+    )
     setattr(model, _STATE, before)
     return model
+
+
+def _prepare_cache(original: Any, cache_arguments: dict[str, Any], *args: Any, **kwargs: Any) -> Any:
+    """In the place of the method `original` of a model: the cache that `generate` is to use, if it has none."""
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    generation_config, model_kwargs = given["generation_config"], given["model_kwargs"]
+    wants_default = generation_config.use_cache is not False and generation_config.cache_implementation in (
+        None,
+        "dynamic",
+    )
+    if not wants_default or model_kwargs.get(CACHE_ARGUMENT) is not None:
+        return original(*args, **kwargs)
+    cache = PagedCache(original.__self__.config, **cache_arguments)
+    if getattr(generation_config, "is_assistant", False):
+        cache.activate_past_recording()
+    model_kwargs[CACHE_ARGUMENT] = cache
+    return None
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
@@ -77,8 +82,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     for config, implementation in before:
         config._attn_implementation = implementation
     delattr(model, _STATE)
-    del model._prepare_cache_for_generation, model._prefill
-    model.__dict__.pop("generate", None)
+    del model._prepare_cache_for_generation, model._prefill, model.generate
     return model
 
 
@@ -86,17 +90,13 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
 _NOT_HANDED_ON = ("assistant_model", "assistant_tokenizer", "tokenizer", "synced_gpus", "custom_generate")
 
 
-def _with_graph_decoding(model: PreTrainedModel, decoder: GraphDecoder) -> Any:
-    """`model.generate` with `decoder` as its decoding method, where the call's arguments reach such a method."""
-    plain = model.generate
-
-    @functools.wraps(plain)
-    def generate(*args: Any, **kwargs: Any) -> Any:
-        lost = [name for name in _NOT_HANDED_ON if kwargs.get(name)]
-        if lost:
-            warn_once(f"decode='graph' does not run this call: {', '.join(lost)} is given; plain generate does")
-            return plain(*args, **kwargs)
-        streamer = kwargs.pop("streamer", None)
-        return plain(*args, custom_generate=functools.partial(decoder, streamer=streamer), **kwargs)
-
-    return generate
+def _generate_by_graph(plain: Any, decoder: GraphDecoder, *args: Any, **kwargs: Any) -> Any:
+    """The method `plain` with `decoder` as its decoding method, where the call's arguments reach such a method."""
+    lost = [name for name in _NOT_HANDED_ON if kwargs.get(name)]
+    if lost:
+        warn_once(f"decode='graph' does not run this call: {', '.join(lost)} is given; plain generate does")
+        return plain(*args, **kwargs)
+    if not decoder.is_of(plain.__self__):  # both are copies: the decoder's is still of the original
+        decoder.__init__(plain.__self__, compile_forward=decoder.compile_forward)
+    streamer = kwargs.pop("streamer", None)
+    return plain(*args, custom_generate=functools.partial(decoder, streamer=streamer), **kwargs)

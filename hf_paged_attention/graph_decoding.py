@@ -72,6 +72,13 @@ class GraphDecoder:
         run = _Run(self, model, input_ids, logits_processor, stopping_criteria, generation_config, streamer, kwargs)
         return run.decode()
 
+    def is_of(self, model: Any) -> bool:
+        return self._model() is model
+
+    def __reduce__(self) -> Any:
+        """Copied and pickled without the model and what was compiled of it: see `is_of`."""
+        return _decoder_of_no_model, (self.compile_forward,)
+
     def forward(self) -> Any:
         model = self._model()
         if not self.compile_forward:
@@ -79,6 +86,12 @@ class GraphDecoder:
         if self._compiled is None:
             self._compiled = torch.compile(model.forward, fullgraph=True, dynamic=False)
         return self._compiled
+
+
+def _decoder_of_no_model(compile_forward: bool) -> GraphDecoder:
+    decoder = GraphDecoder.__new__(GraphDecoder)
+    decoder._model, decoder._compiled, decoder.compile_forward = lambda: None, None, compile_forward
+    return decoder
 
 
 def why_not(model, logits_processor, stopping_criteria, generation_config, kwargs: dict[str, Any]) -> str | None:

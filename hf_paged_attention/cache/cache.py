@@ -46,9 +46,10 @@ class PagedCache(Cache):
         max_blocks: bound of the blocks of one layer; None: as many as memory holds.
         dtype: the dtype in which keys will arrive, for `bytes_per_token` before the first forward pass.
         backend: "auto", or the name of a registered backend.
-        prefix_caching: keep the full blocks of earlier prompts findable by their tokens, also after
-            `reset(keep_prefixes=True)`. `enable(model)` makes `generate` look; without it call `match_prefix`. Sliding
-            layers then keep every block. Least recently used blocks go first when `max_blocks` presses.
+        prefix_caching: keep the full blocks of earlier prompts and answers findable by their tokens, also after
+            `reset(keep_prefixes=True)`. `enable(model)` makes `generate` look and tell; without it call `match_prefix`
+            and `remember`. Sliding layers then keep every block. Least recently used blocks go first when
+            `max_blocks` presses.
         on_unsupported: what to do when the preferred backend cannot run a layer: "warn" (take a slower one, in a log
             line) or "error".
 
@@ -233,15 +234,14 @@ class PagedCache(Cache):
             rows.append({window: [by_table[window] for by_table in needed] for window in self.sequences.tables})
         valid = torch.arange(columns).unsqueeze(0) >= torch.tensor(padding).unsqueeze(1)
         self.sequences.adopt(rows, lengths, valid)
+        self.sequences.remember(prompts)
         return columns
 
     def remember(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> None:
         """Make the full blocks of the present rows findable by their tokens `[B, T]`, T at least what is stored."""
         if self.sequences.prefixes is None:
             return
-        prompts, _ = real_tokens(input_ids, attention_mask)
-        for row, tokens in enumerate(prompts):
-            self.sequences.remember(row, tokens)
+        self.sequences.remember(real_tokens(input_ids, attention_mask)[0])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens of each row.

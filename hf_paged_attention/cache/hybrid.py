@@ -17,9 +17,7 @@ class PagedHybridLayer(LinearAttentionLayer, PagedLayer):
 
     is_compileable = False
 
-    def __init__(
-        self, index: int, sequences: Sequences, format: Format, window: int | None, number_of_states: int = 1
-    ):
+    def __init__(self, index: int, sequences: Sequences, format: Format, window: int | None, number_of_states: int = 1):
         PagedLayer.__init__(self, index, sequences, format, window)
         self._new_states(number_of_states)
 

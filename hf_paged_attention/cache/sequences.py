@@ -52,6 +52,8 @@ class Sequences:
         # The past in segments of columns: (columns, which of them are real per row, or None where all are).
         self._segments: list[tuple[int, torch.Tensor | None]] = []
         self._laggards: list[int] = []
+        # The tokens of each row as far as somebody told them: `lengths` of them where all are known.
+        self._tokens: list[list[int]] = []
         self.device_state: DeviceState | None = None  # while decode steps are captured or compiled
         self.awaited: int | None = None  # the layer whose new keys the attention function has yet to take
 
@@ -237,6 +239,8 @@ class Sequences:
         for table in self.tables.values():
             table.select(indices)
         self.lengths = [self.lengths[index] for index in indices]
+        if self._tokens:
+            self._tokens = [self._tokens[index] for index in indices]
         self._segments = [(n, None if real is None else real[indices]) for n, real in self._segments]
         self.batch_size = len(indices)
         self.current = None
@@ -267,10 +271,19 @@ class Sequences:
         tokens = self.lengths[row] if length is None else length
         return {window: table.rows[row][: -(-tokens // self.block_size)] for window, table in self.tables.items()}
 
-    def remember(self, row: int, tokens: list[int]) -> None:
-        """Let later prompts find this row's full blocks by its stored `tokens`."""
-        if self.prefixes is not None:
-            self.prefixes.insert(tokens[: self.lengths[row]], self.row_blocks(row))
+    def remember(self, tokens: list[list[int]]) -> None:
+        """Let later prompts find the rows' full blocks by their stored tokens, told here, one list a row."""
+        if self.prefixes is None:
+            return
+        self._tokens = [told[:length] for told, length in zip(tokens, self.lengths, strict=True)]
+        for row, told in enumerate(self._tokens):
+            self.prefixes.insert(told, self.row_blocks(row))
+
+    def known_tokens(self) -> list[list[int]] | None:
+        """The stored tokens of each row; None where nobody told them."""
+        if [len(told) for told in self._tokens] == self.lengths:
+            return [list(told) for told in self._tokens]
+        return None
 
     def reset(self, keep_prefixes: bool = False) -> None:
         self._clear_tables()
@@ -282,6 +295,7 @@ class Sequences:
 
     def _take_back(self, columns: int) -> None:
         self.lengths = self._lengths_without(columns)
+        self._tokens = [told[:length] for told, length in zip(self._tokens, self.lengths, strict=False)]
         left = columns
         while left:
             width, real = self._segments.pop()
@@ -298,7 +312,7 @@ class Sequences:
         if self._columns == 0:
             self._clear_tables()
             self.batch_size = None
-            self.lengths = []
+            self.lengths = self._tokens = []
 
     def _lengths_without(self, columns: int) -> list[int]:
         lengths, left = list(self.lengths), columns
