@@ -2,37 +2,21 @@
 
 from __future__ import annotations
 
-import functools
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..compat import (
-    asks_the_cache_for_states,
-    caches_latents,
-    cannot_crop,
-    known_layer_types,
-    layer_types_and_arguments,
-    transformers_layer,
-)
-from ..log import info_once
+from ..backends import check_backend_name
+from ..compat import cannot_crop, heads_of_layers, transformers_layer
 from .formats import get_format
 from .hybrid import PagedHybridLayer
 from .layer import PagedLayer
 from .options import Options
+from .plan import KEYS_IN_BLOCKS, BuiltFor, plan_of, watch_of
 from .sequences import Sequences
-from .unfinished import PassWatch
 
 DEFAULT_BLOCK_SIZE = 64
-PAGED_TYPES = ("full_attention", "sliding_attention")
-# Layers of attention and of a state of another kind at once.
-HYBRID_TYPES = ("hybrid", "hybrid_sliding")
-# Layers that no forward pass brings to the cache.
-STATELESS_TYPES = ("dummy", "moe", "mlp")
-WITHOUT_KEYS = (*STATELESS_TYPES, "conv", "linear_attention")
-# In a plan, the layers whose keys are paged.
-KEYS_IN_BLOCKS = ("paged", "hybrid")
 
 
 class PagedCache(Cache):
@@ -57,7 +41,8 @@ class PagedCache(Cache):
     convolutions, MLA's latents) stay as Transformers keeps them.
 
     Raises:
-        ValueError: for an argument that is not one of the above, or an encoder-decoder config.
+        ValueError: for an argument that is not one of the above, or an encoder-decoder config; from a forward pass of
+            a model of another shape than the config's.
         CacheFullError: from a forward pass, when `max_blocks` is too small; nothing of that pass is stored.
     """
 
@@ -74,17 +59,19 @@ class PagedCache(Cache):
         on_unsupported: str = "warn",
     ):
         format = get_format(kv_dtype)
+        check_backend_name(backend)
         _check_arguments(config, block_size, max_blocks)
         self.text_config = config.get_text_config(decoder=True)
         self.kv_dtype = kv_dtype
         self.dtype = dtype
         self.block_size = block_size or DEFAULT_BLOCK_SIZE
-        self._plan = plan = _plan(self.text_config)
+        self._plan = plan = plan_of(self.text_config)
         windows = [argument[0] if kind == "hybrid" else argument for kind, argument in plan if kind in KEYS_IN_BLOCKS]
         options = Options(backend, on_unsupported)
         self.sequences = Sequences(
             self.block_size, set(windows), max_blocks, len(windows), options, prefix_caching=prefix_caching
         )
+        self.sequences.built_for = BuiltFor(self.text_config)
         layers: list[Any] = []
         for kind, argument in plan:
             index = sum(isinstance(layer, PagedLayer) for layer in layers)
@@ -95,7 +82,7 @@ class PagedCache(Cache):
             else:
                 layers.append(transformers_layer(kind, argument))
         self.format = format
-        self._watch = _watch(plan, self.text_config)
+        self._watch = watch_of(plan, self.text_config)
         super().__init__(layers=layers)
 
     def __repr__(self) -> str:
@@ -303,8 +290,7 @@ class PagedCache(Cache):
         if layer.storage is not None:
             return layer.storage.bytes_per_token
         config = self.text_config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads, dim = heads_of_layers(config)[self.layers.index(layer)]
         arriving = self.dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
         return heads * self.format.bytes_per_head(dim, dim, arriving)
 
@@ -353,40 +339,6 @@ def real_tokens(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) ->
         raise ValueError("attention_mask has padding behind real tokens; prefixes are found in left-padded ones only.")
     padding = (real.int().cumsum(1) == 0).sum(1).tolist()
     return [row[pad:] for row, pad in zip(rows, padding, strict=True)], padding
-
-
-def _plan(config: Any) -> list[tuple[str, Any]]:
-    """For each layer ("paged", window), ("hybrid", (window, states)) or (Transformers' layer type, its arguments)."""
-    latents = caches_latents(config)
-    plan: list[tuple[str, Any]] = []
-    for layer_type, arguments in layer_types_and_arguments(config):
-        if layer_type in PAGED_TYPES and not latents:
-            plan.append(("paged", arguments.get("sliding_window") if layer_type == "sliding_attention" else None))
-        elif layer_type in HYBRID_TYPES and not latents:
-            window = arguments.get("sliding_window") if layer_type == "hybrid_sliding" else None
-            plan.append(("hybrid", (window, arguments.get("number_of_states", 1))))
-        elif layer_type == "chunked_attention" or layer_type not in known_layer_types():
-            raise NotImplementedError(
-                f"PagedCache does not know layers of type {layer_type!r} ({config.model_type}). Generate without "
-                'PagedCache and with attn_implementation="sdpa".'
-            )
-        else:
-            why = "its cache holds latents, not keys" if latents else f"type {layer_type!r}"
-            info_once(f"{config.model_type}: layers kept as Transformers keeps them ({why})")
-            plan.append((layer_type, arguments))
-    return plan
-
-
-def _watch(plan: list[tuple[str, Any]], config: Any) -> PassWatch | None:
-    """None where every layer can be put back as it was before a pass that an exception ended."""
-    if all(kind in ("paged", *STATELESS_TYPES) for kind, _ in plan):
-        return None
-    last = max(index for index, (kind, _) in enumerate(plan) if kind not in STATELESS_TYPES)
-    kind = plan[last][0]
-    parts = set() if kind in WITHOUT_KEYS else {(last, "keys")}
-    if kind in (*WITHOUT_KEYS, "hybrid"):
-        parts.add((last, "states"))
-    return PassWatch(parts, functools.partial(asks_the_cache_for_states, config))
 
 
 def _check_arguments(config: Any, block_size: Any, max_blocks: Any) -> None:

@@ -19,6 +19,7 @@ from .table import BlockTable
 
 if TYPE_CHECKING:
     from .device_state import DeviceState
+    from .plan import BuiltFor
 
 
 class Sequences:
@@ -41,6 +42,7 @@ class Sequences:
         self.prefixes = PrefixIndex(self.tables, block_size) if prefix_caching else None
         self.record_past = False
         self.num_layers = num_layers
+        self.built_for: BuiltFor | None = None  # the model that brings the tokens, where it is known
         self._forget()
 
     def _forget(self) -> None:

@@ -24,6 +24,7 @@ from tests.cache.paged_passes import (
     small_cache,
     small_config,
 )
+from tests.families.models import build, prompts
 
 
 def tokens(*lengths, start=0):
@@ -360,11 +361,20 @@ def test_bad_arguments_are_named_with_their_value_and_the_way_out(arguments, sai
         assert word in str(info.value)
 
 
-def test_an_unknown_backend_is_named_before_anything_is_stored():
-    cache = small_cache(backend="cuda")
+def test_an_unknown_backend_is_named_before_a_cache_is_built():
     with pytest.raises(ValueError, match=r"backend='cuda'.*'reference'"):
-        run_pass(cache, tokens(5))
-    assert cache.get_seq_length() == 0
+        small_cache(backend="cuda")
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma 4", "Falcon-H1"])
+def test_bytes_a_token_are_known_before_the_first_pass(family):
+    """Also where layers have heads of different sizes (Gemma 4)."""
+    model = build(family)
+    model.set_attn_implementation("paged_triton")
+    cache = PagedCache(model.config, kv_dtype="int8", block_size=16)
+    before = cache.bytes_per_token
+    model.generate(**prompts(5), past_key_values=cache, max_new_tokens=2)
+    assert cache.bytes_per_token == before > 0
 
 
 def test_an_encoder_decoder_config_is_refused():
