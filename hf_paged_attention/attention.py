@@ -140,6 +140,8 @@ def _attend_paged(layer: PagedLayer, query, key, value, attention_mask, call) ->
         real = _new_token_mask(attention_mask, width)
         if hasattr(attention_mask, "paged_info"):  # a model's, whose windows count columns
             layer.sequences.refuse_gaps(real)
+            if width == 1:
+                layer.sequences.refuse_right_padding(real)
         return real
 
     step = layer.enter(batch_size, width, valid)

@@ -15,6 +15,7 @@ import torch
 
 from .cache import PagedCache
 from .cache.cache import real_tokens
+from .cache.sequences import RIGHT_PADDING
 from .compat import CACHE_ARGUMENT
 
 # What the outputs would have to be expanded for besides logits; with any of these the rows are computed one by one.
@@ -83,8 +84,12 @@ def _note(cache: Any, input_ids: torch.Tensor, config: Any, model_kwargs: dict) 
 def shared_prefill(
     model: Any, prefill: Callable[..., Any], input_ids: torch.Tensor, config: Any, model_kwargs: dict, **kwargs: Any
 ) -> Any:
-    """`model._prefill(input_ids, generation_config, model_kwargs, ...)` with the work of like rows shared."""
+    """`model._prefill(input_ids, generation_config, model_kwargs, ...)` with the work of like rows shared.
+
+    Raises `ValueError` for right padding, before anything is computed.
+    """
     cache = model_kwargs.get(CACHE_ARGUMENT)
+    _refuse_right_padding(model_kwargs.get("attention_mask"))
     _note(cache, input_ids, config, model_kwargs)
     if not _applies(cache, input_ids, config, model_kwargs):
         return prefill(input_ids, config, model_kwargs, **kwargs)
@@ -97,6 +102,14 @@ def shared_prefill(
         raise
     finally:
         cache.sequences.record_past = recorded
+
+
+def _refuse_right_padding(mask: Any) -> None:
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or not mask.shape[1]:
+        return
+    bad = mask.any(1) & (mask[:, -1] == 0)
+    if bad.any():
+        raise ValueError(RIGHT_PADDING.format(rows=bad.nonzero().flatten().tolist()))
 
 
 def _shared(model, prefill, input_ids, config, model_kwargs, **kwargs) -> Any:

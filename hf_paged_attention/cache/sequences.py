@@ -22,6 +22,12 @@ if TYPE_CHECKING:
     from .plan import BuiltFor
 
 
+RIGHT_PADDING = (
+    "attention_mask is padded on the right in rows {rows}: the next token would be chosen after a padding token. "
+    'Pad on the left (tokenizer.padding_side = "left").'
+)
+
+
 class Sequences:
     """Rows of a batch for `num_layers` paged layers with the given windows (None: full attention)."""
 
@@ -140,6 +146,20 @@ class Sequences:
             self._segments[-1] = (self._segments[-1][0] + width, None)
         else:
             self._segments.append((width, valid))
+
+    def refuse_right_padding(self, valid: torch.Tensor | None) -> None:
+        """`ValueError` where the one new token of a row follows a prompt that was padded on the right.
+
+        It was chosen by the logits of a padding token, which attention computes no output for: `generate` does so.
+        """
+        width, prompt = self._segments[-1] if self._segments else (0, None)
+        if prompt is None or width == 1:
+            return
+        bad = prompt.any(1) & ~prompt[:, -1]
+        if valid is not None:
+            bad &= valid[:, -1]
+        if bad.any():
+            raise ValueError(RIGHT_PADDING.format(rows=bad.nonzero().flatten().tolist()))
 
     def refuse_gaps(self, valid: torch.Tensor | None) -> None:
         """`ValueError` where new tokens would stand behind padding that stands behind others, and a layer has a window.
