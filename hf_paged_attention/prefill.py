@@ -136,7 +136,7 @@ def _applies(cache: Any, input_ids: torch.Tensor, config: Any, model_kwargs: dic
     return (
         isinstance(cache, PagedCache)
         and cache.can_share_prefixes
-        and cache.sequences.batch_size is None
+        and cache.sequences.is_empty()
         and input_ids.dim() == 2
         and input_ids.shape[1] > 1
         # Transformers 5.17 counts chunks from 0 also where the cache holds a beginning.

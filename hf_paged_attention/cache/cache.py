@@ -204,7 +204,7 @@ class PagedCache(Cache):
         index = self.sequences.prefixes
         if index is None:
             raise ValueError("match_prefix needs PagedCache(..., prefix_caching=True).")
-        if self.sequences.batch_size is not None:
+        if not self.sequences.is_empty():
             raise ValueError("match_prefix needs an empty cache: call reset(keep_prefixes=True) first.")
         if not self.can_share_prefixes:
             return 0

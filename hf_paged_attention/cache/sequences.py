@@ -70,6 +70,11 @@ class Sequences:
         """Columns (tokens a row, padding included) that every layer holds: Transformers' sequence length."""
         return min(self.progress, default=0)
 
+    def is_empty(self) -> bool:
+        """Whether no row holds a token, once what an exception left is dropped."""
+        self._drop_unfinished()
+        return self.batch_size is None
+
     @property
     def keeps_past(self) -> bool:
         """Whether sliding layers hold on to what falls behind their windows."""
@@ -220,6 +225,7 @@ class Sequences:
         self._begin(self.batch_size, 1, None)
         self.current = None
         self.progress = [self._columns] * self.num_layers
+        self._laggards = []
 
     @property
     def shares_next_block(self) -> bool:
@@ -303,6 +309,7 @@ class Sequences:
 
     def known_tokens(self) -> list[list[int]] | None:
         """The stored tokens of each row; None where nobody told them."""
+        self._drop_unfinished()
         if [len(told) for told in self._tokens] == self.lengths:
             return [list(told) for told in self._tokens]
         return None

@@ -6,6 +6,7 @@ back can be compared with what was written.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 
@@ -14,6 +15,7 @@ from transformers import AutoConfig
 
 from hf_paged_attention import PagedCache
 from hf_paged_attention.attention import paged_attention
+from hf_paged_attention.cache.device_state import DeviceState
 from hf_paged_attention.cache.table import FREED
 from hf_paged_attention.kernels.rotate import unrotate_heads
 
@@ -81,6 +83,26 @@ def run_pass(cache: PagedCache, tokens: list[list[int | None]], stop_at: tuple[i
     return outputs
 
 
+@contextlib.contextmanager
+def device_steps(cache: PagedCache, count: int):
+    """As captured decode steps are run: yields a function that does one of `count` of them with a token a row."""
+    sequences = cache.sequences
+    cache.reserve(count)
+    state = DeviceState(sequences, max(sequences.lengths) + count, torch.device("cpu"))
+
+    def step(tokens: list[int]) -> list[torch.Tensor]:
+        sequences.enter_together()
+        state.follow(sequences.tables)
+        state.advance()
+        return run_pass(cache, [[token] for token in tokens])
+
+    sequences.device_state = state
+    try:
+        yield step
+    finally:
+        sequences.device_state = None
+
+
 class _no_memory:
     """The layer's pool cannot grow: what running out of memory does."""
 
@@ -119,11 +141,18 @@ def expected_outputs(past: list[list[int]], tokens: list[list[int | None]]) -> l
     return outputs
 
 
+def remembered_blocks(cache: PagedCache, window: int | None) -> list[int]:
+    """The blocks of one table that the cache's prefix index holds."""
+    index = cache.sequences.prefixes
+    return [] if index is None else [node.blocks[window] for node in index._nodes.values()]
+
+
 def check_counts(cache: PagedCache) -> None:
     """Every block is free or held, and held exactly as often as the tables' entries say."""
     for table in cache.sequences.tables.values():
         pool = table.pool
         entries = Counter(block for row in table.rows for block in row if block != FREED)
+        entries.update(remembered_blocks(cache, table.window))
         assert {b: n for b, n in enumerate(pool.reference_counts) if n} == dict(entries)
         assert sorted(pool._free) == [b for b, n in enumerate(pool.reference_counts) if n == 0]
         assert pool.num_used + pool.num_free == pool.capacity
@@ -175,6 +204,7 @@ def poison(cache: PagedCache) -> None:
             continue
         free = torch.ones(layer.storage.num_blocks * BLOCK, dtype=torch.bool)
         free[list(live_slots(layer.table, cache.sequences.lengths).values())] = False
+        free.view(-1, BLOCK)[remembered_blocks(cache, layer.window)] = False
         blocks, offsets = free.nonzero().squeeze(1) // BLOCK, free.nonzero().squeeze(1) % BLOCK
         kv = layer.kv()
         for memory in (kv.k_pool, kv.v_pool, kv.k_scale, kv.v_scale):

@@ -24,8 +24,10 @@ from tests.cache.paged_passes import (
     Interrupted,
     check_contents,
     check_counts,
+    device_steps,
     expected_outputs,
     poison,
+    remembered_blocks,
     run_pass,
     small_cache,
 )
@@ -52,11 +54,15 @@ def fresh_memory_is_poisoned():
 
 
 class PagedCacheMachine(RuleBasedStateMachine):
-    kv_dtype, tolerance = "auto", 0.0
+    kv_dtype, tolerance, prefixes = "auto", 0.0, False
+    bounds = (None, None, 14)
 
-    @initialize(max_blocks=st.sampled_from([None, None, 14]), record=st.booleans())
-    def start(self, max_blocks, record):
-        self.cache = small_cache(kv_dtype=self.kv_dtype, max_blocks=max_blocks)
+    @initialize(bound=st.integers(0, 2), record=st.booleans())
+    def start(self, bound, record):
+        max_blocks = self.bounds[bound]
+        self.cache = small_cache(kv_dtype=self.kv_dtype, max_blocks=max_blocks, prefix_caching=self.prefixes)
+        self.next_token = 0
+        self.told: list[list[int]] = []  # texts whose full blocks the prefix index may hold
         self.record = record
         if record:
             self.cache.activate_past_recording()
@@ -65,7 +71,6 @@ class PagedCacheMachine(RuleBasedStateMachine):
     def forget(self):
         self.columns: list[list[int | None]] = []  # every column ever given, a row of the batch each
         self.recorded = 0  # the newest columns that a crop may still take back for certain
-        self.next_token = 0
         self.broken = False  # an exception ended the latest pass
         self.may_break = True  # two broken passes in a row are an error
 
@@ -95,20 +100,62 @@ class PagedCacheMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def append(self, data):
-        tokens = self.draw_tokens(data)
+        self.run(self.draw_tokens(data))
+
+    def run(self, tokens):
         past = self.rows or [[] for _ in tokens]
         try:
             got = run_pass(self.cache, tokens)
         except CacheFullError:
             self.broken = False
+            self.check_that_it_is_full()
             return
-        for layer, want in enumerate(expected_outputs(past, tokens)):
-            close = {"atol": 1e-5 + 4 * self.tolerance, "rtol": 1e-5}
-            torch.testing.assert_close(got[layer], want, **close)
+        self.check_outputs(got, past, tokens)
         before = self.columns or [[] for _ in tokens]
         self.columns = [old + new for old, new in zip(before, tokens, strict=True)]
         self.recorded = self.recorded + len(tokens[0]) if self.record else 0
         self.broken, self.may_break = False, True
+
+    def check_outputs(self, got, past, tokens):
+        for layer, want in enumerate(expected_outputs(past, tokens)):
+            torch.testing.assert_close(got[layer], want, atol=1e-5 + 4 * self.tolerance, rtol=1e-5)
+
+    def check_that_it_is_full(self):
+        pass
+
+    @property
+    def can_be_captured(self) -> bool:
+        """What `decode="graph"` asks of a cache before it captures a step."""
+        layers = self.cache.layers
+        ready = all(layer.call is not None and layer.storage.is_fitted for layer in layers)
+        return ready and not self.broken and not self.cache.sequences.shares_next_block
+
+    @precondition(lambda self: self.columns and self.can_be_captured)
+    @rule(count=st.integers(1, 20), abandoned=st.booleans())
+    def steps_on_the_device(self, count, abandoned):
+        """Captured decode steps; the last may be taken back, as after an exception."""
+        with device_steps(self.cache, count + abandoned) as step:
+            for _ in range(count):
+                tokens = list(range(self.next_token, self.next_token + len(self.columns)))
+                past = self.rows
+                try:
+                    got = step(tokens)
+                except CacheFullError:
+                    self.check_that_it_is_full()
+                    break
+                self.next_token += len(tokens)
+                self.check_outputs(got, past, [[token] for token in tokens])
+                self.columns = [[*row, token] for row, token in zip(self.columns, tokens, strict=True)]
+                self.recorded = self.recorded + 1 if self.record else 0
+            if abandoned:
+                try:
+                    self.cache.sequences.enter_together()
+                except CacheFullError:
+                    self.check_that_it_is_full()
+                else:
+                    self.cache.sequences.crop(1)
+                    self.recorded = 0
+        self.may_break = True
 
     @precondition(lambda self: self.may_break)
     @rule(data=st.data(), layer=st.integers(0, LAYERS - 1), moment=st.sampled_from(["before", "after", "writing"]))
@@ -162,6 +209,7 @@ class PagedCacheMachine(RuleBasedStateMachine):
     @rule()
     def reset(self):
         self.cache.reset()
+        self.told = []
         assert all(table.pool.num_used == 0 for table in self.cache.sequences.tables.values())
         if not self.cache.sequences.record_past and self.record:
             self.cache.activate_past_recording()
@@ -177,10 +225,99 @@ class PagedCacheMachine(RuleBasedStateMachine):
             return
         check_contents(self.cache, self.rows, self.tolerance)
         sliding = self.cache.sequences.tables[WINDOW]
-        if not self.record:
+        if not self.cache.sequences.keeps_past:
             bound = math.ceil(WINDOW / BLOCK) + 1
             assert all(sum(block >= 0 for block in row) <= bound for row in sliding.rows)
         poison(self.cache)
+
+
+class PrefixMachine(PagedCacheMachine):
+    """The same with an index of prefixes, which texts are told to and found in again."""
+
+    prefixes, bounds = True, (None, 7, 14)
+
+    def check_that_it_is_full(self):
+        """What only the index held was given up first, in the table that is full."""
+        for table in self.cache.sequences.tables.values():
+            rows = {block for row in table.rows for block in row}
+            if rows.issuperset(remembered_blocks(self.cache, table.window)):
+                return
+        raise AssertionError("the index still holds blocks that no row needs")
+
+    @precondition(lambda self: self.columns and not self.broken)
+    @rule()
+    def remember(self):
+        """As at the end of generate."""
+        self.cache.sequences.remember(self.rows)
+        self.told += [row[: len(row) // BLOCK * BLOCK] for row in self.rows]
+
+    @rule(data=st.data(), told=st.booleans())
+    def begin_again(self, data, told):
+        """All rows forgotten but for what was told; other prompts come."""
+        if told and self.columns and not self.broken:
+            self.remember()
+        self.cache.reset(keep_prefixes=True)
+        for table in self.cache.sequences.tables.values():
+            assert table.pool.num_used == len(self.cache.sequences.prefixes)
+        if not self.cache.sequences.record_past and self.record:
+            self.cache.activate_past_recording()
+        self.forget()
+        self.match(data)
+
+    @precondition(lambda self: not self.columns)
+    @rule(data=st.data())
+    def match(self, data):
+        """Prompts that begin like what was told, or like nothing."""
+        prompts = []
+        for _ in range(data.draw(st.integers(1, 3), label="batch")):
+            text = data.draw(st.sampled_from([*self.told, []]), label="text")
+            text = text[: data.draw(st.one_of(st.just(len(text)), st.integers(0, len(text))), label="kept")]
+            more = data.draw(st.one_of(st.integers(1, 8), st.integers(9, 50)), label="more")
+            prompts.append(text + list(range(self.next_token, self.next_token + more)))
+            self.next_token += more
+        width = max(map(len, prompts))
+        columns = [[None] * (width - len(prompt)) + prompt for prompt in prompts]
+        ids = torch.tensor([[token or 0 for token in row] for row in columns])
+        mask = torch.tensor([[token is not None for token in row] for row in columns]).long()
+        found = self.cache.match_prefix(ids, mask)
+        assert 0 <= found < width
+        if self.cache.sequences.tables[None].pool.max_blocks is None:  # nothing was given up
+            known = [max(self.common_blocks(prompt, text) for text in [*self.told, []]) for prompt in prompts]
+            known = min(width - len(prompt) + blocks for prompt, blocks in zip(prompts, known, strict=True))
+            lengths = [max(0, min(known, width - 1) - (width - len(prompt))) for prompt in prompts]
+            assert found == (min(known, width - 1) if any(lengths) else 0)
+        self.columns = [row[:found] for row in columns] if found else []
+        self.recorded, self.broken, self.may_break = 0, False, True
+        self.holds_what_it_was_given()
+        self.run([row[found:] for row in columns])
+
+    @staticmethod
+    def common_blocks(prompt, text) -> int:
+        blocks = 0
+        while (blocks + 1) * BLOCK <= min(len(prompt), len(text)) and (
+            prompt[blocks * BLOCK : (blocks + 1) * BLOCK] == text[blocks * BLOCK : (blocks + 1) * BLOCK]
+        ):
+            blocks += 1
+        return blocks * BLOCK
+
+    @precondition(lambda self: len(self.columns) == 1 and not self.broken and None not in self.columns[0])
+    @rule(data=st.data())
+    def share_the_beginning(self, data):
+        """As a prefill does whose prompts begin alike: other rows start with this row's blocks."""
+        held, sequences = len(self.columns[0]), self.cache.sequences
+        columns = data.draw(st.integers(1, held), label="columns")
+        padding = data.draw(st.lists(st.integers(0, columns - 1), min_size=1, max_size=3), label="padding")
+        lengths = [columns - pad for pad in padding]
+        valid = torch.arange(columns) >= torch.tensor(padding).unsqueeze(1)
+        rows = [sequences.row_blocks(0, length) for length in lengths]
+        sequences.adopt(rows, lengths, valid)
+        text = self.columns[0]
+        self.columns = [[None] * pad + text[: columns - pad] for pad in padding]
+        self.recorded = 0
+
+
+class Int8PrefixMachine(PrefixMachine):
+    kv_dtype, tolerance = "int8", 0.06
 
 
 class Int8CacheMachine(PagedCacheMachine):
@@ -208,8 +345,16 @@ TestFp8Cache = Fp8CacheMachine.TestCase
 TestFp8Cache.settings = settings(SETTINGS, max_examples=15)
 
 
+TestPrefixes = PrefixMachine.TestCase
+TestPrefixes.settings = settings(SETTINGS, max_examples=100)
+TestInt8Prefixes = Int8PrefixMachine.TestCase
+TestInt8Prefixes.settings = settings(SETTINGS, max_examples=15)
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("machine", [PagedCacheMachine, Int8CacheMachine, Fp8CacheMachine])
+@pytest.mark.parametrize(
+    "machine", [PagedCacheMachine, Int8CacheMachine, Fp8CacheMachine, PrefixMachine, Int8PrefixMachine]
+)
 def test_many_more_steps(machine):
     from hypothesis.stateful import run_state_machine_as_test
 
