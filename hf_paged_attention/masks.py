@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 
-from .compat import computes_with_the_mask, describe_mask_function, runs_its_own_attention, slices_the_mask
+from .compat import (
+    CACHE_ARGUMENT,
+    computes_with_the_mask,
+    describe_mask_function,
+    runs_its_own_attention,
+    slices_the_mask,
+)
 
 
 @dataclass(frozen=True)
@@ -156,7 +162,7 @@ def contiguous_bounds(mask: torch.Tensor | None, key_length: int, query_length: 
         if bad:
             raise ValueError(
                 f"attention_mask has padding between real tokens in rows {bad}. Keys in a cache other than PagedCache "
-                "cannot be skipped one by one: pad on the left, or pass past_key_values=PagedCache(model.config)."
+                f"cannot be skipped one by one: pad on the left, or pass {CACHE_ARGUMENT}=PagedCache(model.config)."
             )
         bounds = Bounds(starts.tolist() if starts.any() else None, end)
     mask.paged_bounds = bounds

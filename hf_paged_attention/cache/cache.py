@@ -345,7 +345,7 @@ def _check_arguments(config: Any, block_size: Any, max_blocks: Any) -> None:
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"config is of an encoder-decoder model ({config.model_type}); PagedCache holds a decoder-only model's "
-            "keys. Leave past_key_values to generate() for this model."
+            "keys. Leave the cache to generate() for this model."
         )
     if block_size is not None and (
         not isinstance(block_size, int) or not 16 <= block_size <= 256 or block_size & (block_size - 1)

@@ -346,7 +346,7 @@ TestFp8Cache.settings = settings(SETTINGS, max_examples=15)
 
 
 TestPrefixes = PrefixMachine.TestCase
-TestPrefixes.settings = settings(SETTINGS, max_examples=100)
+TestPrefixes.settings = settings(SETTINGS, max_examples=200)
 TestInt8Prefixes = Int8PrefixMachine.TestCase
 TestInt8Prefixes.settings = settings(SETTINGS, max_examples=15)
 
