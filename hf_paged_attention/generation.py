@@ -50,9 +50,9 @@ def enable(
     if decode == "graph":
         decoder = GraphDecoder(model, compile_forward=compile)
         model.generate = functools.partial(_generate_by_graph, model.generate, decoder)
-    model.generate = functools.update_wrapper(
-        functools.partial(generate_and_remember, model.generate), type(model).generate
-    )
+    remembering = functools.partial(generate_and_remember, model.generate)
+    # Its signature and its text, not its annotations, which cannot be pickled.
+    model.generate = functools.update_wrapper(remembering, type(model).generate, assigned=("__doc__",), updated=())
     setattr(model, _STATE, before)
     return model
 

@@ -41,6 +41,7 @@ class PagedCache(Cache):
     convolutions, MLA's latents) stay as Transformers keeps them.
 
     Raises:
+        TypeError: for a config that is none, or a dtype that is none.
         ValueError: for an argument that is not one of the above, or an encoder-decoder config; from a forward pass of
             a model of another shape than the config's.
         CacheFullError: from a forward pass, when `max_blocks` is too small; nothing of that pass is stored.
@@ -60,7 +61,7 @@ class PagedCache(Cache):
     ):
         format = get_format(kv_dtype)
         check_backend_name(backend)
-        _check_arguments(config, block_size, max_blocks)
+        _check_arguments(config, block_size, max_blocks, dtype)
         self.text_config = config.get_text_config(decoder=True)
         self.kv_dtype = kv_dtype
         self.dtype = dtype
@@ -134,6 +135,7 @@ class PagedCache(Cache):
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
         if self._watch is not None:
             self._watch.reach(layer_idx, "states")
+        self.sequences.check_batch(conv_states.shape[0])
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
 
     def update_recurrent_state(
@@ -341,7 +343,11 @@ def real_tokens(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) ->
     return [row[pad:] for row, pad in zip(rows, padding, strict=True)], padding
 
 
-def _check_arguments(config: Any, block_size: Any, max_blocks: Any) -> None:
+def _check_arguments(config: Any, block_size: Any, max_blocks: Any, dtype: Any) -> None:
+    if not hasattr(config, "get_text_config"):
+        raise TypeError(f"config is a {type(config).__name__}, not a model's config. Pass model.config.")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype={dtype!r} is a {type(dtype).__name__}; it must be a torch.dtype or None.")
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"config is of an encoder-decoder model ({config.model_type}); PagedCache holds a decoder-only model's "

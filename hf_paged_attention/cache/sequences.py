@@ -108,14 +108,18 @@ class Sequences:
             return self.current
         # A layer that comes again begins a new pass, also where an exception ended the last one as it was writing.
         self._drop_unfinished()
+        self.check_batch(batch_size)
+        self._begin(batch_size, width, valid())
+        self.current.entered.add(layer)
+        return self.current
+
+    def check_batch(self, batch_size: int) -> None:
+        """`ValueError` if new tokens of so many rows cannot follow those that are held."""
         if self.batch_size is not None and batch_size != self.batch_size:
             raise ValueError(
                 f"The batch has {batch_size} rows but the cache holds {self.batch_size} sequences. Call reset() to "
                 "start over, or batch_repeat_interleave / batch_select_indices to change the rows."
             )
-        self._begin(batch_size, width, valid())
-        self.current.entered.add(layer)
-        return self.current
 
     def leave(self, layer: int) -> None:
         """`layer` has stored its tokens. After the last layer, blocks behind the windows are given back."""

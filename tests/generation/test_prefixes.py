@@ -204,20 +204,3 @@ def test_a_row_that_was_cropped_is_known_as_far_as_it_goes_on():
     assert torch.equal(third, eager.generate(**inputs, **NEW))
     cache.reset(keep_prefixes=True)
     assert cache.match_prefix(**inputs) == (inputs["input_ids"].shape[1] - 1) // 16 * 16
-
-
-@pytest.mark.parametrize("decode", ["plain", "graph"])
-def test_a_copy_of_an_enabled_model_is_a_model_of_its_own(decode):
-    """Its prefill and its decoding compute with the copy's weights."""
-    import copy
-
-    paged = hf_paged_attention.enable(build("Llama"), decode=decode, compile=False, block_size=16)
-    paged.generate(**prompts(9), **NEW)
-    other = copy.deepcopy(paged)
-    weights = build("Llama", seed=4).state_dict()
-    other.load_state_dict(weights)
-    inputs = prompts(20, 9)
-    assert torch.equal(other.generate(**inputs, **NEW), build("Llama", seed=4).generate(**inputs, **NEW))
-    assert torch.equal(paged.generate(**inputs, **NEW), build("Llama").generate(**inputs, **NEW))
-    hf_paged_attention.disable(other)
-    assert torch.equal(other.generate(**inputs, **NEW), build("Llama", seed=4).generate(**inputs, **NEW))
