@@ -60,7 +60,6 @@ class Spec:
     softcap: float | None = None
     sinks: bool = False
     transposed_values: bool = True  # of 8-bit formats: the layout that their decode wants
-    key_factor: bool = False
 
     @property
     def sizes(self) -> Shape:
@@ -72,8 +71,11 @@ class Spec:
 
     @property
     def extras(self) -> str:
-        parts = [f"window {self.window}" if self.window else "", "softcap" if self.softcap else ""]
-        parts += ["sinks" if self.sinks else "", "balanced" if self.key_factor else ""]
+        parts = [
+            f"window {self.window}" if self.window else "",
+            "softcap" if self.softcap else "",
+            "sinks" if self.sinks else "",
+        ]
         return ", ".join(part for part in parts if part)
 
     def seen(self, context: int, new: int) -> int:
@@ -215,9 +217,6 @@ def make_case(spec: Spec, device: torch.device, *, layers: int = 1, empty: bool 
         "window": spec.window,
         "softcap": spec.softcap,
         "sinks": torch.randn(sizes.query_heads, generator=generator, device=device) if spec.sinks else None,
-        "key_factor": torch.rand(sizes.kv_heads, sizes.head_dim, generator=generator, device=device) + 0.5
-        if spec.key_factor
-        else None,
     }
     return case
 
@@ -259,8 +258,6 @@ def error_of(case: Case, layer: int, *, requests: int = 3, rows: int = 12) -> tu
             v = _entries(case.v[layer], case.v_scale[layer], blocks, context, head)
             heads = slice(head * sizes.group, (head + 1) * sizes.group)
             q = case.query[layer][first + picked, heads].double()
-            if shared["key_factor"] is not None:
-                q = q * shared["key_factor"][head].double()
             logits = torch.einsum("tgd,sd->gts", q, k) * shared["scale"]
             if spec.softcap:
                 logits = spec.softcap * torch.tanh(logits / spec.softcap)

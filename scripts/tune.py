@@ -24,14 +24,15 @@ import torch
 
 from eval.program import BadInput, Parser, answers_bad_input, paragraph
 from hf_paged_attention.kernels import counters, launch
+from hf_paged_attention.kernels.checks import AttentionShape
 from hf_paged_attention.kernels.launch import DecodeChoice, DecodePlan, UnifiedPlan
 from scripts import timing
-from scripts.attention_cases import Spec, error_of, even, make_case
+from scripts.attention_cases import FORMATS, Spec, error_of, even, make_case
 from scripts.compile_ahead import compile_ahead
 
 STORAGE = {"auto": "16-bit", "int8": "int8", "fp8": "fp8"}
 SPLITS = ("programs_per_sm", "min_tiles")  # the compiled kernel does not depend on them
-PROGRAMS_PER_SM = (1, 2, 3, 4, 6, 8)
+PROGRAMS_PER_SM = (1, 2, 3, 4)
 LAUNCH = Path(launch.__file__)
 BEGIN, END = "# begin table\n", "# end table\n"
 
@@ -46,62 +47,76 @@ def decode_choices(fmt: str) -> list[DecodeChoice]:
         return DecodeChoice(block_n, warps, stages, 4, 2, products, pieces, descriptors)
 
     if fmt == "auto":
-        rows = [(64, 4, 3), (64, 4, 4), (64, 2, 4), (32, 2, 5), (128, 4, 3)]
-        keys = [(64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 4, 6), (128, 4, 2), (128, 8, 2), (128, 8, 3)]
-        through_descriptors = [(64, 4, 2), (64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 8, 3)]
+        rows = [(64, 4, 3), (64, 4, 4), (64, 2, 4), (32, 4, 4), (32, 2, 5), (128, 4, 3)]
+        keys = [(64, 4, 3), (64, 4, 4), (128, 8, 3)]
+        through_descriptors = [(64, 4, 3), (64, 4, 4)]
         return [
             *(choice("rows", *v) for v in rows),
             *(choice("keys", *v) for v in keys),
             *(choice("keys", *v, True) for v in through_descriptors),
         ]
     pieces = 2 if fmt == "int8" else 3
-    by_bytes = [(64, 4, 2), (64, 4, 3), (64, 4, 4), (64, 4, 6), (128, 4, 2), (128, 4, 3), (128, 4, 4), (128, 8, 3)]
-    through_descriptors = [(64, 4, 3), (64, 4, 4), (128, 4, 2), (128, 4, 3), (128, 8, 3)]
+    by_bytes = [(128, 4, 2), (128, 4, 3), (128, 4, 4), (128, 8, 3)]
+    through_descriptors = [(128, 4, 2), (128, 4, 3), (128, 4, 4), (128, 8, 3)]
     return [
         *(choice("bytes", *v, pieces=pieces) for v in by_bytes),
         *(choice("bytes", *v, True, pieces=pieces) for v in through_descriptors),
-        choice("bytes", 128, 4, 3, pieces=5 - pieces),
         choice("rows", 64, 4, 3),
-        choice("keys", 64, 4, 4),
+        choice("rows", 64, 4, 4),
     ]
 
 
 def decode_cases(fmt: str) -> list[Spec]:
-    cases = [("qwen3-8b", 16, 8192, 64), ("qwen3-8b", 1, 32768, 64), ("qwen3-8b", 16, 8192, 128)]
-    cases += [("gemma3-4b", 16, 8192, 64), ("qwen3-8b", 16, 8192, 16), ("mha", 8, 8192, 64)]
-    cases += [("qwen2.5-1.5b", 1, 32768, 64), ("gemma3-4b", 16, 8192, 128)]
-    return [even(shape, batch, context, format=fmt, block_size=block) for shape, batch, context, block in cases]
+    page = 64 if fmt == "auto" else 128  # what a cache takes when nobody says
+    long = [("qwen3-8b", 16, 8192), ("qwen3-8b", 1, 32768), ("gemma3-4b", 16, 8192), ("mha", 8, 8192)]
+    short = [("qwen3-8b", 1, 1024), ("qwen3-8b", 1, 4096), ("gemma3-4b", 1, 4096), ("mha", 1, 2048)]
+    short += [("qwen2.5-1.5b", 1, 1024), ("qwen2.5-1.5b", 1, 4096), ("qwen2.5-1.5b", 1, 32768)]
+    small = [page // 2, 16] if fmt != "auto" else [16]
+    return [
+        *(even(*case, format=fmt, block_size=page) for case in long + short),
+        *(even("qwen3-8b", 16, 8192, format=fmt, block_size=block) for block in small),
+    ]
 
 
-def short_cases(fmt: str) -> list[Spec]:
-    """Where the number of splits matters most."""
-    shapes = (("qwen3-8b", 1024), ("qwen3-8b", 4096), ("qwen2.5-1.5b", 1024), ("qwen2.5-1.5b", 4096))
-    return [even(shape, 1, context, format=fmt) for shape, context in shapes]
+def regime_of(spec: Spec, gpu: launch.Gpu) -> str:
+    sizes = spec.sizes
+    shape = AttentionShape(
+        sum(spec.new), len(spec.new), sizes.query_heads, sizes.kv_heads, sizes.head_dim, sizes.head_dim,
+        spec.block_size, torch.bfloat16, FORMATS[spec.format] or torch.bfloat16, torch.device("cuda"),
+    )  # fmt: skip
+    return launch.regime(shape, max(spec.contexts), gpu) if spec.decode else launch.prefill_regime(shape, gpu)
+
+
+def split_choices(choice: DecodeChoice, regime: str) -> list[DecodeChoice]:
+    """The splits to try: their number where the memory bounds a call, their least size where latency does."""
+    if regime == "short":
+        return [replace(choice, programs_per_sm=p, min_tiles=t) for p in (0.5, 1, 2) for t in (1, 2, 4)]
+    return [replace(choice, programs_per_sm=p) for p in PROGRAMS_PER_SM]
 
 
 def prefill_plans(spec: Spec) -> list[UnifiedPlan]:
     """Variants of the unified kernel: rows, keys, warps, stages."""
     wide = spec.sizes.head_dim > 128
     if wide and spec.format == "auto":
-        tiles = [(128, 64, 8, 2), (128, 32, 8, 3), (128, 32, 8, 4), (64, 64, 4, 2), (64, 64, 8, 2)]
+        tiles = [(128, 64, 8, 2), (128, 32, 8, 3), (64, 64, 4, 2), (64, 32, 4, 3)]
     elif wide:
-        tiles = [(128, 32, 8, 2), (128, 32, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3)]
+        tiles = [(128, 32, 8, 3), (128, 64, 8, 2), (64, 64, 4, 2), (64, 64, 4, 3)]
     elif spec.format == "auto":
-        tiles = [(128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 8, 2), (128, 64, 8, 3), (128, 128, 8, 2), (128, 128, 8, 3)]
-        tiles += [(256, 64, 8, 2), (256, 64, 8, 3), (64, 128, 4, 2), (64, 64, 4, 2), (64, 64, 4, 3)]
+        tiles = [(128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 4, 4), (128, 64, 8, 3), (128, 128, 8, 2), (256, 64, 8, 3)]
+        tiles += [(64, 64, 4, 2), (64, 64, 4, 3), (64, 64, 4, 4)]
     else:
-        tiles = [(128, 64, 8, 2), (128, 64, 8, 3), (128, 64, 8, 4), (128, 128, 8, 2), (128, 64, 4, 3), (64, 64, 4, 3)]
-    plans = [UnifiedPlan(*tile, descriptors) for tile in tiles for descriptors in (True, False)]
-    # Pages smaller than a tile are read through pointers: the other plan would be the same kernel.
-    return [plan for plan in plans if not plan.descriptors or spec.block_size >= plan.block_n]
+        tiles = [(128, 64, 4, 2), (128, 64, 4, 3), (128, 64, 8, 3), (64, 64, 4, 3)]
+        tiles += [(256, 64, 8, 2), (256, 64, 8, 3), (256, 64, 8, 4), (256, 128, 8, 2)]
+    # Pages smaller than a tile are read through pointers: a plan with descriptors would be the same kernel.
+    return [UnifiedPlan(*tile, spec.block_size >= tile[1]) for tile in tiles]
 
 
 def prefill_cases(fmt: str) -> list[Spec]:
-    factor = fmt == "int8"
     return [
-        *(even("qwen3-8b", 1, 8192, 8192, format=fmt, block_size=block, key_factor=factor) for block in (64, 128)),
-        *([even("qwen3-8b", 1, 8192, 8192, block_size=16), even("qwen3-8b", 1, 2048, 2048)] if fmt == "auto" else []),
-        *(even("gemma3-4b", 1, 8192, 8192, format=fmt, block_size=block, key_factor=factor) for block in (64, 128)),
+        *(even(shape, 1, 8192, 8192, format=fmt) for shape in ("qwen3-8b", "gemma3-4b")),
+        *(even(shape, 1, 512, 512, format=fmt) for shape in ("qwen3-8b", "gemma3-4b")),
+        even("qwen3-8b", 1, 8192, 8192, format=fmt, block_size=16),
+        *([even("qwen3-8b", 1, 2048, 2048)] if fmt == "auto" else []),
     ]
 
 
@@ -109,11 +124,7 @@ def prefill_cases(fmt: str) -> list[Spec]:
 
 
 def plan_of(choice: DecodeChoice, spec: Spec, sms: int) -> DecodePlan:
-    programs = max(1, -(-choice.programs_per_sm * sms // spec.sizes.kv_heads))
-    return DecodePlan(
-        choice.block_n, choice.num_warps, choice.num_stages, programs, choice.min_tiles,
-        products=choice.products, pieces=choice.pieces, descriptors=choice.descriptors,
-    )  # fmt: skip
+    return choice.plan(spec.sizes.group, spec.sizes.kv_heads, spec.sizes.head_dim, sms)
 
 
 def runs_as_asked(choice: DecodeChoice, spec: Spec) -> bool:
@@ -129,7 +140,7 @@ class Sweep:
         self.results: list[dict] = []
         self.skipped = 0
 
-    def measure(self, spec: Spec, variants: list[tuple[object, object]]) -> None:
+    def measure(self, spec: Spec, variants: list[tuple[object, object]], regime: str | None = None) -> None:
         """Check and time each (choice, plan) on one case; choices that differ in splits alone are checked once."""
         if time.monotonic() > self.deadline:
             self.skipped += len(variants)
@@ -142,6 +153,7 @@ class Sweep:
                 self.skipped += 1
                 continue
             result = {"spec": asdict(spec), "choice": asdict(choice), "label": f"{spec.shape} {spec.label}"}
+            result |= {"regime": regime} if regime else {}
             kernel = replace(plan, programs=1, min_tiles=1) if isinstance(plan, DecodePlan) else plan
             try:
                 if kernel not in checked:
@@ -167,30 +179,21 @@ class Sweep:
 
 
 def sweep_decode(formats: list[str], seconds: float, compile_seconds: float, say) -> Sweep:
-    sms = torch.cuda.get_device_properties(0).multi_processor_count
+    gpu = launch.gpu_of(torch.device("cuda", 0))
     pairs = [(spec, choice) for fmt in formats for spec in decode_cases(fmt)
              for choice in decode_choices(fmt) if runs_as_asked(choice, spec)]  # fmt: skip
     sweep = Sweep(seconds)
     start = time.monotonic()
-    errors = compile_ahead([(s, plan_of(c, s, sms)) for s, c in pairs], seconds=compile_seconds)
+    errors = compile_ahead([(s, plan_of(c, s, gpu.sms)) for s, c in pairs], seconds=compile_seconds)
     say(f"{len(pairs)} kernels compiled in {time.monotonic() - start:.0f} s, {sum(map(bool, errors))} failed")
     for spec in dict.fromkeys(spec for spec, _ in pairs):
         mine = [c for (s, c), error in zip(pairs, errors, strict=True) if s == spec and not error]
-        variants = [replace(c, programs_per_sm=programs) for c in mine for programs in PROGRAMS_PER_SM]
-        sweep.measure(spec, [(c, plan_of(c, spec, sms)) for c in variants])
+        variants = [split for c in mine for split in split_choices(c, regime_of(spec, gpu))]
+        sweep.measure(spec, [(c, plan_of(c, spec, gpu.sms)) for c in variants], regime_of(spec, gpu))
     sweep.results += [
         {"spec": asdict(s), "choice": asdict(c), "label": f"{s.shape} {s.label}", "failed": error}
         for (s, c), error in zip(pairs, errors, strict=True) if error
     ]  # fmt: skip
-    for fmt in formats:
-        for spec in short_cases(fmt):
-            dim = spec.sizes.head_dim
-            best = best_choice([r for r in sweep.results if r["spec"]["format"] == fmt and dim_of(r) == dim])
-            if best is None:
-                continue
-            choice = DecodeChoice(**best)
-            variants = [replace(choice, min_tiles=t, programs_per_sm=p) for t in (1, 2, 3, 4) for p in (1, 2, 4)]
-            sweep.measure(spec, [(c, plan_of(c, spec, sms)) for c in variants])
     return sweep
 
 
@@ -202,7 +205,7 @@ def sweep_prefill(formats: list[str], seconds: float, compile_seconds: float, sa
     say(f"{len(pairs)} kernels compiled in {time.monotonic() - start:.0f} s, {sum(map(bool, errors))} failed")
     for spec in dict.fromkeys(spec for spec, _ in pairs):
         mine = [p for (s, p), error in zip(pairs, errors, strict=True) if s == spec and not error]
-        sweep.measure(spec, [(plan, plan) for plan in mine])
+        sweep.measure(spec, [(plan, plan) for plan in mine], regime_of(spec, launch.gpu_of(torch.device("cuda", 0))))
     sweep.results += [
         {"spec": asdict(s), "choice": asdict(p), "label": f"{s.shape} {s.label}", "failed": error}
         for (s, p), error in zip(pairs, errors, strict=True) if error
@@ -227,9 +230,8 @@ def _case(result: dict) -> tuple:
 
 
 def best_choice(results: list[dict]) -> dict | None:
-    """The choice with the smallest geometric mean of time over each case's best, among those that ran on every case
-    of blocks of 64 tokens."""
-    timed = [r for r in results if "us" in r and r["spec"]["block_size"] == 64]
+    """The choice with the smallest geometric mean of time over each case's best, among those that ran on every case."""
+    timed = [r for r in results if "us" in r]
     fastest: dict = {}
     for r in timed:
         fastest[_case(r)] = min(r["us"], fastest.get(_case(r), math.inf))
@@ -243,36 +245,25 @@ def best_choice(results: list[dict]) -> dict | None:
 
 
 def best_rows(results: list[dict], kind: type) -> dict:
-    """The table's rows: (storage, head size) -> choice."""
+    """The table's rows: (storage, head size, regime) -> choice."""
     groups: dict = {}
-    long = [r for r in results if max(r["spec"]["contexts"]) * len(r["spec"]["contexts"]) > 4096]
-    for r in long:
-        groups.setdefault((STORAGE[r["spec"]["format"]], dim_of(r)), []).append(r)
-    rows = {key: kind(**best) for key, of in sorted(groups.items()) if (best := best_choice(of))}
-    if kind is DecodeChoice:
-        # The shortest split that pays, from the short contexts.
-        for (storage, dim), row in rows.items():
-            short = [r for r in results if "us" in r and r not in long and STORAGE[r["spec"]["format"]] == storage
-                     and dim_of(r) == dim]  # fmt: skip
-            by_tiles: dict = {}
-            for r in short:
-                by_tiles.setdefault(r["choice"]["min_tiles"], {}).setdefault(_case(r), []).append(r["us"])
-            costs = {tiles: sum(math.log(min(us)) for us in cases.values()) for tiles, cases in by_tiles.items()}
-            if costs:
-                rows[storage, dim] = replace(row, min_tiles=min(costs, key=costs.get))
-    return rows
+    for r in results:
+        if "regime" in r:
+            groups.setdefault((STORAGE[r["spec"]["format"]], dim_of(r), r["regime"]), []).append(r)
+    return {key: kind(**best) for key, of in sorted(groups.items()) if (best := best_choice(of))}
 
 
 def table_text(decode: dict, unified: dict) -> str:
     """Python of both tables, as launch.py holds them between its two markers."""
 
     def one(name: str, kind: str, table: dict) -> str:
-        lines = [f"{name}: dict[str, dict[tuple[str, int], {kind}]] = {{\n"]
+        lines = [f"{name}: dict[str, dict[tuple, {kind}]] = {{\n"]
         for gpu, rows in table.items():
             lines.append(f'    "{gpu}": {{\n')
-            for (storage, dim), row in rows.items():
+            for key, row in rows.items():
                 values = ", ".join(f'"{v}"' if isinstance(v, str) else str(v) for v in asdict(row).values())
-                lines.append(f'        ("{storage}", {dim}): {kind}({values}),\n')
+                name_of = ", ".join(f'"{part}"' if isinstance(part, str) else str(part) for part in key)
+                lines.append(f"        ({name_of}): {kind}({values}),\n")
             lines.append("    },\n")
         return "".join([*lines, "}\n"])
 

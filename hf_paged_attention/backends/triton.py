@@ -38,10 +38,8 @@ class TritonBackend:
         return None
 
     def write(self, key: torch.Tensor, value: torch.Tensor, kv: PagedKV, slot_mapping: torch.Tensor) -> None:
-        from ..kernels import rotate_heads, write_kv
+        from ..kernels import write_kv
 
-        if kv.turn_factor is not None:
-            key = rotate_heads(key, kv.turn_factor, divide=True)
         write_kv(
             key,
             value,
@@ -50,29 +48,29 @@ class TritonBackend:
             slot_mapping,
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
+            turn_factor=kv.turn_factor,
         )
 
     def attend(self, query: torch.Tensor, kv: PagedKV, batch: BatchMetadata, spec: AttentionSpec) -> torch.Tensor:
         from ..kernels import decode_attention, rotate_heads, unified_attention
 
+        arguments = {
+            "query_start_loc": batch.query_start_loc,
+            "seq_lens": batch.seq_lens,
+            "block_table": batch.block_table,
+            "max_query_len": batch.max_query_len,
+            "max_seq_len": batch.max_seq_len,
+            "scale": spec.scale,
+            "window": spec.window,
+            "softcap": spec.softcap,
+            "sinks": spec.sinks,
+            "k_scale": kv.k_scale,
+            "v_scale": kv.v_scale,
+            "kv_start": batch.kv_start,
+        }
+        if batch.max_query_len == 1 and query.shape[0] == batch.seq_lens.shape[0]:
+            return decode_attention(query, kv.k_pool, kv.v_pool, turn_factor=kv.turn_factor, **arguments)
         if kv.turn_factor is not None:
+            # Apart from the kernel: there a query in registers keeps the tensor cores waiting (docs/performance.md).
             query = rotate_heads(query, kv.turn_factor, divide=False)
-        one_each = batch.max_query_len == 1 and query.shape[0] == batch.seq_lens.shape[0]
-        kernel = decode_attention if one_each else unified_attention
-        return kernel(
-            query,
-            kv.k_pool,
-            kv.v_pool,
-            query_start_loc=batch.query_start_loc,
-            seq_lens=batch.seq_lens,
-            block_table=batch.block_table,
-            max_query_len=batch.max_query_len,
-            max_seq_len=batch.max_seq_len,
-            scale=spec.scale,
-            window=spec.window,
-            softcap=spec.softcap,
-            sinks=spec.sinks,
-            k_scale=kv.k_scale,
-            v_scale=kv.v_scale,
-            kv_start=batch.kv_start,
-        )
+        return unified_attention(query, kv.k_pool, kv.v_pool, **arguments)

@@ -68,9 +68,24 @@ def check_scales(k_pool: torch.Tensor, v_pool: torch.Tensor, k_scale, v_scale) -
             _require(scales is None, f"{name} belongs to int8 and float8_e4m3fn pools; this pool is {pool.dtype}")
 
 
+def check_turn_factor(turn_factor: torch.Tensor, kv_heads: int, head_dim: int) -> None:
+    """The factor of turned keys is contiguous float32 [Hkv, D].
+
+    Raises:
+        ValueError: it is not.
+    """
+    _require(
+        turn_factor.shape == (kv_heads, head_dim)
+        and turn_factor.dtype == torch.float32
+        and turn_factor.is_contiguous(),
+        f"turn_factor must be contiguous float32 [{kv_heads}, {head_dim}], got {turn_factor.dtype} "
+        f"{list(turn_factor.shape)}",
+    )
+
+
 def check_attention(
-    query, k_pool, v_pool, query_start_loc, seq_lens, block_table, window, softcap, sinks, k_scale, v_scale, key_factor,
-    kv_start, out, lse,
+    query, k_pool, v_pool, query_start_loc, seq_lens, block_table, window, softcap, sinks, k_scale, v_scale, kv_start,
+    out, lse,
 ) -> AttentionShape:  # fmt: skip
     """The sizes of an attention call.
 
@@ -120,15 +135,6 @@ def check_attention(
         f"sinks must be contiguous, one a query head [{query_heads}]",
     )
     check_scales(k_pool, v_pool, k_scale, v_scale)
-    _require(
-        key_factor is None
-        or (
-            key_factor.shape == (kv_heads, head_dim)
-            and key_factor.dtype == torch.float32
-            and key_factor.is_contiguous()
-        ),
-        f"key_factor must be contiguous float32 [{kv_heads}, {head_dim}]",
-    )
     if out is not None:
         _require(
             out.shape == (tokens, query_heads, value_dim) and out.dtype == query.dtype,
@@ -145,7 +151,7 @@ def check_attention(
     )
 
 
-def check_write(key, value, k_pool, v_pool, slot_mapping, k_scale, v_scale, key_factor) -> None:
+def check_write(key, value, k_pool, v_pool, slot_mapping, k_scale, v_scale, turn_factor) -> None:
     """Sizes of a write.
 
     Raises:
@@ -170,8 +176,5 @@ def check_write(key, value, k_pool, v_pool, slot_mapping, k_scale, v_scale, key_
     )
     _require(value.shape[:2] == key.shape[:2], f"value must have key's tokens and heads {list(key.shape[:2])}")
     check_scales(k_pool, v_pool, k_scale, v_scale)
-    _require(
-        key_factor is None
-        or (key_factor.shape == key.shape[1:] and key_factor.dtype == torch.float32 and key_factor.is_contiguous()),
-        f"key_factor must be contiguous float32 {list(key.shape[1:])}",
-    )
+    if turn_factor is not None:
+        check_turn_factor(turn_factor, key.shape[1], key.shape[2])

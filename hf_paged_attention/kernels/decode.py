@@ -10,12 +10,14 @@ import torch
 import triton
 import triton.language as tl
 
-from .checks import check_attention, strides_or_zeros
+from .checks import check_attention, check_turn_factor, strides_or_zeros
 from .convert import ASSEMBLY, FLOAT, dot_dtypes, pool_bytes, pool_factor, pool_format
 from .counters import take_counters
+from .dependent import dependent_launch, follow
 from .launch import DecodePlan, plan_decode
 from .merge import merge_partials
 from .pool_descriptors import pool_matrix
+from .rotate import turn_arguments, turned_rows
 from .softmax import LN_2, LOG2_E, attend_tiles
 from .transposed import attend_tiles_transposed, query_columns
 
@@ -53,6 +55,29 @@ def store_rows(
         tl.store(lse_ptr + heads * stride_lse_head, lse, mask=row_held)
 
 
+@triton.jit
+def store_partial(partial_out_ptr, partial_lse_ptr, out, lse, at, held, DV: tl.constexpr, BLOCK_DV: tl.constexpr):
+    """Rows `at` of the partial outputs, past L1: another SM reads them."""
+    dv = tl.arange(0, BLOCK_DV)
+    out_at = partial_out_ptr + at[:, None] * DV + dv[None, :]
+    tl.store(out_at, out, mask=held[:, None] & (dv < DV)[None, :], cache_modifier=".cg")
+    tl.store(partial_lse_ptr + at, lse, mask=held, cache_modifier=".cg")
+
+
+@triton.jit
+def arrives_last(counter_at, expected):
+    """Whether this program is the last of `expected` to come here; it leaves the counter at 0 for the next launch.
+
+    What the others stored before they came is visible to it.
+    """
+    # Every thread's stores must come before the one thread's release.
+    tl.debug_barrier()
+    last = tl.atomic_add(counter_at, 1, sem="acq_rel", scope="gpu") == expected - 1
+    if last:
+        tl.store(counter_at, 0)
+    return last
+
+
 @triton.jit(do_not_specialize=["num_requests", "split_programs", "min_tiles"])
 def _decode_kernel(
     query_ptr,
@@ -60,7 +85,8 @@ def _decode_kernel(
     v_ptr,
     k_scale_ptr,
     v_scale_ptr,
-    key_factor_ptr,
+    turn_factor_ptr,
+    signs_ptr,
     sinks_ptr,
     out_ptr,
     lse_ptr,
@@ -74,6 +100,7 @@ def _decode_kernel(
     num_requests,
     split_programs,
     min_tiles,
+    norm,
     scale,
     softcap,
     out_factor,
@@ -122,10 +149,15 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
+    TEAM: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
     KEY_DTYPE: tl.constexpr,
     VALUE_DTYPE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    follow(DEPENDENT)
     kv_head = tl.program_id(0)
     program = tl.program_id(1)
     kv_heads = tl.num_programs(0)
@@ -156,17 +188,17 @@ def _decode_kernel(
     row_held = rows < GROUP
     heads = kv_head * GROUP + rows
     d = tl.arange(0, BLOCK_D)
-    dv = tl.arange(0, BLOCK_DV)
     token = request.to(tl.int64)
     if query_start_ptr is not None:
         token = tl.load(query_start_ptr + request).to(tl.int64)
         if tl.load(query_start_ptr + request + 1) <= token:
             return
-    q_at = query_ptr + token * stride_q_token + (heads * stride_q_head)[:, None] + d[None, :]
-    q = tl.load(q_at, mask=row_held[:, None] & (d[None, :] < D), other=0.0)
-    if key_factor_ptr is not None:
-        factor = tl.load(key_factor_ptr + kv_head * D + d, mask=d < D, other=0.0)
-        q = q.to(tl.float32) * factor[None, :]
+    q_at = query_ptr + token * stride_q_token + heads * stride_q_head
+    if turn_factor_ptr is not None:
+        factor_at = turn_factor_ptr + kv_head * D + tl.zeros([BLOCK_M], tl.int32)
+        q = turned_rows(q_at, factor_at, signs_ptr, norm, row_held, D, False, BLOCK_D, BLOCK_C, DOT_DTYPE)
+    else:
+        q = tl.load(q_at[:, None] + d[None, :], mask=row_held[:, None] & (d[None, :] < D), other=0.0)
     if NEGATED:
         q = -q
     if BYTES:
@@ -317,34 +349,59 @@ def _decode_kernel(
 
     if num_splits == 1:
         store_rows(out_ptr, lse_ptr, acc, lse, heads, row_held, stride_out_head, stride_lse_head, DV, BLOCK_DV)
-    else:
-        query_heads = kv_heads * GROUP
-        partial = program.to(tl.int64) * query_heads + heads
-        partial_at = partial_out_ptr + partial[:, None] * DV + dv[None, :]
-        tl.store(partial_at, acc, mask=row_held[:, None] & (dv < DV)[None, :], cache_modifier=".cg")
-        tl.store(partial_lse_ptr + partial, lse, mask=row_held, cache_modifier=".cg")
-        # Every thread's stores must come before the one thread's release.
-        tl.debug_barrier()
-        counter_at = counter_ptr + request * kv_heads + kv_head
-        if tl.atomic_add(counter_at, 1, sem="acq_rel", scope="gpu") == num_splits - 1:
-            # The last split to finish merges them all, and leaves the counter as it found it.
-            tl.store(counter_at, 0)
-            group = tl.arange(0, BLOCK_G)
-            group_heads = kv_head * GROUP + group
-            group_held = group < GROUP
-            merged, merged_lse = merge_partials(
-                partial_out_ptr,
-                partial_lse_ptr,
-                first_program,
-                num_splits,
-                query_heads,
-                group_heads,
-                group_held,
-                DV,
-                BLOCK_G,
-                BLOCK_S,
-                BLOCK_DV,
-            )
+        return
+    # The last split to finish merges its team of splits, the last team to finish merges the teams: one program alone
+    # would be reading the partial outputs of a hundred splits for longer than the others had read keys.
+    query_heads = kv_heads * GROUP
+    partials = tl.num_programs(1)
+    store_partial(
+        partial_out_ptr, partial_lse_ptr, acc, lse, program.to(tl.int64) * query_heads + heads, row_held, DV, BLOCK_DV
+    )
+    group = tl.arange(0, BLOCK_G)
+    group_heads = kv_head * GROUP + group
+    group_held = group < GROUP
+    team = split // TEAM
+    teams = tl.cdiv(num_splits, TEAM)
+    first_of_team = first_program + team * TEAM
+    splits_in_team = tl.minimum(num_splits - team * TEAM, TEAM)
+    if arrives_last(counter_ptr + first_of_team * kv_heads + kv_head, splits_in_team):
+        merged, merged_lse = merge_partials(
+            partial_out_ptr,
+            partial_lse_ptr,
+            first_of_team,
+            1,
+            splits_in_team,
+            query_heads,
+            group_heads,
+            group_held,
+            DV,
+            BLOCK_G,
+            BLOCK_S,
+            BLOCK_DV,
+        )
+        is_whole = teams == 1
+        if teams > 1:
+            # In place of the team's first split, which every thread has read by now.
+            tl.debug_barrier()
+            first_rows = first_of_team.to(tl.int64) * query_heads + group_heads
+            store_partial(partial_out_ptr, partial_lse_ptr, merged, merged_lse, first_rows, group_held, DV, BLOCK_DV)
+            if arrives_last(counter_ptr + (partials + request) * kv_heads + kv_head, teams):
+                merged, merged_lse = merge_partials(
+                    partial_out_ptr,
+                    partial_lse_ptr,
+                    first_program,
+                    TEAM,
+                    teams,
+                    query_heads,
+                    group_heads,
+                    group_held,
+                    DV,
+                    BLOCK_G,
+                    BLOCK_S,
+                    BLOCK_DV,
+                )
+                is_whole = True
+        if is_whole:
             store_rows(
                 out_ptr,
                 lse_ptr,
@@ -375,13 +432,16 @@ def decode_attention(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    key_factor: torch.Tensor | None = None,
+    turn_factor: torch.Tensor | None = None,
     kv_start: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     plan: DecodePlan | None = None,
 ) -> torch.Tensor:
     """Attention of at most one query token a request; arguments, result and errors as in `unified_attention`.
+
+    turn_factor [Hkv, D], float32 and contiguous: the keys were stored turned by it (kernels/rotate.py), and the query
+    is turned on the way.
 
     query_start_loc None means that token r belongs to request r. The splits follow each request's length on the device:
     the host reads nothing, so a captured CUDA graph stays right as lengths grow, as long as the addresses hold.
@@ -393,7 +453,7 @@ def decode_attention(
         raise ValueError(f"decode_attention takes one query token a request, got max_query_len={max_query_len}")
     shape = check_attention(
         query, k_pool, v_pool, query_start_loc, seq_lens, block_table, window, softcap, sinks, k_scale, v_scale,
-        key_factor, kv_start, out, lse,
+        kv_start, out, lse,
     )  # fmt: skip
     if out is None:
         out = query.new_empty(shape.tokens, shape.query_heads, shape.value_dim)
@@ -413,6 +473,10 @@ def decode_attention(
         v_matrix = pool_matrix(v_elements, keys=plan.block_n, channels=block_dv)
     factor = 1.0 if as_bytes else pool_factor(k_pool.dtype)
     key_dtype, value_dtype = dot_dtypes(query.dtype, k_pool.dtype)
+    turn = None
+    if turn_factor is not None:
+        check_turn_factor(turn_factor, shape.kv_heads, shape.head_dim)
+        turn = turn_arguments(shape.head_dim, query.dtype, query.device)
     programs = plan.programs + shape.requests
     partial_out = query.new_empty(programs, shape.query_heads, shape.value_dim, dtype=torch.float32)
     partial_lse = query.new_empty(programs, shape.query_heads, dtype=torch.float32)
@@ -422,13 +486,14 @@ def decode_attention(
         v_elements,
         k_scale,
         v_scale,
-        key_factor,
+        turn_factor,
+        turn.signs if turn else None,
         sinks,
         out,
         lse,
         partial_out,
         partial_lse,
-        take_counters(shape.requests * shape.kv_heads, query.device),
+        take_counters((programs + shape.requests) * shape.kv_heads, query.device),
         query_start_loc,
         seq_lens,
         block_table,
@@ -436,6 +501,7 @@ def decode_attention(
         shape.requests,
         plan.programs,
         plan.min_tiles,
+        turn.norm if turn else 1.0,
         abs(scale) * factor * (1.0 if softcap else LOG2_E.value),
         softcap,
         factor,
@@ -473,10 +539,14 @@ def decode_attention(
         BLOCK_N=plan.block_n,
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,
+        BLOCK_C=turn.channels if turn else 16,
         BLOCK_S=plan.merge_splits,
+        TEAM=plan.team,
+        DOT_DTYPE=turn.dot_dtype if turn else tl.float32,
         KEY_DTYPE=key_dtype,
         VALUE_DTYPE=value_dtype,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
+        **dependent_launch(query.device),
     )
     return out

@@ -4,6 +4,7 @@ Pure functions of their arguments, so that a plan can be tested and printed; not
 `DECODE` and `UNIFIED` are the measured table; `python scripts/tune.py --write` regenerates a GPU class's part of it.
 """
 
+import math
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -55,13 +56,18 @@ class UnifiedPlan:
 FEWEST_BYTES = 128
 
 
+# Tiles of 64 keys an SM up to which a decode call is "short": 1 x 8,192 for 8 KV heads on 132 SMs.
+SHORT_TILES = 8
+
+
 @dataclass(frozen=True)
 class DecodePlan:
     """block_n keys a tile; about `programs` splits a KV head over all requests, of at least `min_tiles` tiles each.
 
-    merge_splits partial outputs are merged at a time. products: which operand of the two products is the left one,
-    "rows" (the query's), "keys" (keys and values), or "bytes" (keys and values as the 8 bits they are stored in, the
-    query and the probabilities in that many 8-bit `pieces`). descriptors: tiles through the copy engine.
+    A request's splits are merged in teams of `team`, and then the teams, merge_splits partial outputs at a time.
+    products: which operand of the two products is the left one, "rows" (the query's), "keys" (keys and values), or
+    "bytes" (keys and values as the 8 bits they are stored in, the query and the probabilities in that many 8-bit
+    `pieces`). descriptors: tiles through the copy engine.
     """
 
     block_n: int
@@ -70,6 +76,7 @@ class DecodePlan:
     programs: int
     min_tiles: int
     merge_splits: int = 8
+    team: int = 8
     products: str = "rows"
     pieces: int = 2
     descriptors: bool = False
@@ -102,6 +109,16 @@ class DecodePlan:
         return replace(self, products=products, descriptors=descriptors)
 
 
+# Splits whose partial outputs one program merges: a second level of merging costs as much as reading 30 more of them.
+TEAM = 32
+
+
+def merge_splits(group: int, value_dim: int, num_warps: int) -> int:
+    """Partial outputs that a program merges at once: as many as 128 registers a thread hold, from 4 to 32."""
+    elements = triton.next_power_of_2(group) * triton.next_power_of_2(value_dim)
+    return min(32, max(4, 128 * 32 * num_warps // elements))
+
+
 @dataclass(frozen=True)
 class WritePlan:
     """block_rows rows a program: of (token, head), or tokens of one head where values are transposed in their page."""
@@ -117,62 +134,96 @@ class DecodeChoice:
     block_n: int
     num_warps: int
     num_stages: int
-    programs_per_sm: int
+    programs_per_sm: float
     min_tiles: int
     products: str
     pieces: int
     descriptors: bool
 
+    def plan(self, group: int, kv_heads: int, value_dim: int, sms: int) -> DecodePlan:
+        programs = max(1, math.ceil(self.programs_per_sm * sms / kv_heads))
+        at_once = merge_splits(group, value_dim, self.num_warps)
+        return DecodePlan(
+            self.block_n, self.num_warps, self.num_stages, programs, self.min_tiles,
+            at_once, TEAM, self.products, self.pieces, self.descriptors,
+        )  # fmt: skip
 
-# Both are keyed by GPU class, then (how keys are stored: "16-bit", "int8" or "fp8"; largest head_dim), smallest first.
+
+# Both are keyed by GPU class, then (how keys are stored: "16-bit", "int8" or "fp8"; largest head_dim, smallest first;
+# `regime` or `prefill_regime`). Where a regime has no row that of "long" serves.
 # "hopper" by scripts/tune.py on an H200; "ada" and "ampere" by reasoning: about 100 and 164 kB of shared memory a
 # block, no wide tensor cores and no copy engine, so the query's rows stay the left operand.
 # begin table
-DECODE: dict[str, dict[tuple[str, int], DecodeChoice]] = {
+DECODE: dict[str, dict[tuple, DecodeChoice]] = {
     "hopper": {
-        ("16-bit", 64): DecodeChoice(64, 4, 3, 3, 2, "keys", 2, False),
-        ("16-bit", 128): DecodeChoice(64, 4, 4, 1, 2, "keys", 2, False),
-        ("16-bit", 256): DecodeChoice(64, 4, 3, 1, 2, "keys", 2, True),
-        ("fp8", 64): DecodeChoice(128, 4, 3, 4, 1, "bytes", 3, False),
-        ("fp8", 128): DecodeChoice(128, 4, 3, 2, 2, "bytes", 3, False),
-        ("fp8", 256): DecodeChoice(128, 4, 2, 1, 2, "bytes", 3, False),
-        ("int8", 64): DecodeChoice(128, 4, 3, 4, 1, "bytes", 2, False),
-        ("int8", 128): DecodeChoice(128, 4, 2, 3, 2, "bytes", 2, False),
-        ("int8", 256): DecodeChoice(128, 4, 2, 1, 2, "bytes", 2, False),
+        ("16-bit", 64, "long"): DecodeChoice(64, 4, 3, 4, 2, "keys", 2, True),
+        ("16-bit", 64, "short"): DecodeChoice(64, 4, 3, 2, 1, "keys", 2, False),
+        ("16-bit", 128, "long"): DecodeChoice(64, 4, 4, 1, 2, "keys", 2, False),
+        ("16-bit", 128, "short"): DecodeChoice(64, 2, 4, 1, 2, "rows", 2, False),
+        ("16-bit", 128, "small pages"): DecodeChoice(128, 4, 3, 1, 2, "rows", 2, False),
+        ("16-bit", 256, "long"): DecodeChoice(64, 4, 3, 1, 2, "keys", 2, True),
+        ("16-bit", 256, "short"): DecodeChoice(64, 4, 3, 2, 2, "keys", 2, True),
+        ("fp8", 64, "long"): DecodeChoice(128, 4, 3, 4, 1, "bytes", 3, False),
+        ("fp8", 64, "short"): DecodeChoice(128, 4, 2, 2, 1, "bytes", 3, False),
+        ("fp8", 64, "small pages"): DecodeChoice(128, 4, 3, 3, 2, "bytes", 3, False),
+        ("fp8", 128, "long"): DecodeChoice(128, 4, 4, 1, 2, "bytes", 3, True),
+        ("fp8", 128, "short"): DecodeChoice(128, 4, 3, 1, 2, "bytes", 3, False),
+        ("fp8", 128, "small pages"): DecodeChoice(128, 4, 3, 2, 2, "bytes", 3, False),
+        ("fp8", 256, "long"): DecodeChoice(128, 4, 3, 1, 2, "bytes", 3, True),
+        ("fp8", 256, "short"): DecodeChoice(128, 4, 3, 2, 1, "bytes", 3, False),
+        ("fp8", 256, "small pages"): DecodeChoice(128, 4, 3, 1, 2, "bytes", 3, False),
+        ("int8", 64, "long"): DecodeChoice(128, 4, 3, 4, 1, "bytes", 2, False),
+        ("int8", 64, "short"): DecodeChoice(128, 4, 3, 2, 1, "bytes", 2, False),
+        ("int8", 64, "small pages"): DecodeChoice(128, 4, 2, 4, 2, "bytes", 2, False),
+        ("int8", 128, "long"): DecodeChoice(128, 4, 4, 1, 2, "bytes", 2, False),
+        ("int8", 128, "short"): DecodeChoice(128, 4, 3, 1, 2, "bytes", 2, False),
+        ("int8", 128, "small pages"): DecodeChoice(128, 4, 3, 2, 2, "bytes", 2, False),
+        ("int8", 256, "long"): DecodeChoice(128, 4, 3, 1, 2, "bytes", 2, True),
+        ("int8", 256, "short"): DecodeChoice(128, 4, 2, 2, 1, "bytes", 2, False),
+        ("int8", 256, "small pages"): DecodeChoice(128, 8, 3, 1, 2, "bytes", 2, False),
     },
     "ampere": {
-        ("16-bit", 128): DecodeChoice(64, 4, 3, 2, 2, "rows", 2, False),
-        ("16-bit", 256): DecodeChoice(32, 4, 3, 2, 2, "rows", 2, False),
-        ("int8", 128): DecodeChoice(64, 4, 3, 3, 2, "rows", 2, False),
-        ("fp8", 128): DecodeChoice(64, 4, 3, 3, 2, "rows", 2, False),
+        ("16-bit", 128, "long"): DecodeChoice(64, 4, 3, 2, 2, "rows", 2, False),
+        ("16-bit", 256, "long"): DecodeChoice(32, 4, 3, 2, 2, "rows", 2, False),
+        ("int8", 128, "long"): DecodeChoice(64, 4, 3, 3, 2, "rows", 2, False),
+        ("fp8", 128, "long"): DecodeChoice(64, 4, 3, 3, 2, "rows", 2, False),
     },
     "ada": {
-        ("16-bit", 128): DecodeChoice(32, 4, 3, 2, 4, "rows", 2, False),
-        ("16-bit", 256): DecodeChoice(16, 4, 3, 2, 4, "rows", 2, False),
-        ("int8", 128): DecodeChoice(64, 4, 2, 2, 2, "rows", 2, False),
-        ("fp8", 128): DecodeChoice(64, 4, 2, 2, 2, "rows", 2, False),
+        ("16-bit", 128, "long"): DecodeChoice(32, 4, 3, 2, 4, "rows", 2, False),
+        ("16-bit", 256, "long"): DecodeChoice(16, 4, 3, 2, 4, "rows", 2, False),
+        ("int8", 128, "long"): DecodeChoice(64, 4, 2, 2, 2, "rows", 2, False),
+        ("fp8", 128, "long"): DecodeChoice(64, 4, 2, 2, 2, "rows", 2, False),
     },
 }
-UNIFIED: dict[str, dict[tuple[str, int], UnifiedPlan]] = {
+UNIFIED: dict[str, dict[tuple, UnifiedPlan]] = {
     "hopper": {
-        ("16-bit", 128): UnifiedPlan(128, 64, 4, 2, True),
-        ("16-bit", 256): UnifiedPlan(128, 64, 8, 2, True),
-        ("fp8", 128): UnifiedPlan(128, 64, 4, 3, True),
-        ("fp8", 256): UnifiedPlan(128, 64, 8, 2, True),
-        ("int8", 128): UnifiedPlan(128, 64, 4, 3, True),
-        ("int8", 256): UnifiedPlan(64, 64, 4, 2, True),
+        ("16-bit", 128, "long"): UnifiedPlan(128, 64, 4, 2, True),
+        ("16-bit", 128, "short"): UnifiedPlan(64, 64, 4, 3, True),
+        ("16-bit", 128, "small pages"): UnifiedPlan(128, 128, 8, 2, False),
+        ("16-bit", 256, "long"): UnifiedPlan(128, 64, 8, 2, True),
+        ("16-bit", 256, "short"): UnifiedPlan(64, 64, 4, 2, True),
+        ("fp8", 128, "long"): UnifiedPlan(256, 64, 8, 2, True),
+        ("fp8", 128, "short"): UnifiedPlan(64, 64, 4, 3, True),
+        ("fp8", 128, "small pages"): UnifiedPlan(256, 64, 8, 3, False),
+        ("fp8", 256, "long"): UnifiedPlan(128, 64, 8, 2, True),
+        ("fp8", 256, "short"): UnifiedPlan(64, 64, 4, 2, True),
+        ("int8", 128, "long"): UnifiedPlan(128, 64, 4, 2, True),
+        ("int8", 128, "short"): UnifiedPlan(64, 64, 4, 3, True),
+        ("int8", 128, "small pages"): UnifiedPlan(256, 64, 8, 3, False),
+        ("int8", 256, "long"): UnifiedPlan(128, 64, 8, 2, True),
+        ("int8", 256, "short"): UnifiedPlan(64, 64, 4, 2, True),
     },
     "ampere": {
-        ("16-bit", 128): UnifiedPlan(128, 64, 8, 2, False),
-        ("16-bit", 256): UnifiedPlan(64, 32, 4, 2, False),
-        ("int8", 128): UnifiedPlan(128, 32, 8, 2, False),
-        ("fp8", 128): UnifiedPlan(128, 32, 8, 2, False),
+        ("16-bit", 128, "long"): UnifiedPlan(128, 64, 8, 2, False),
+        ("16-bit", 256, "long"): UnifiedPlan(64, 32, 4, 2, False),
+        ("int8", 128, "long"): UnifiedPlan(128, 32, 8, 2, False),
+        ("fp8", 128, "long"): UnifiedPlan(128, 32, 8, 2, False),
     },
     "ada": {
-        ("16-bit", 128): UnifiedPlan(64, 64, 4, 2, False),
-        ("16-bit", 256): UnifiedPlan(64, 16, 4, 2, False),
-        ("int8", 128): UnifiedPlan(64, 64, 4, 2, False),
-        ("fp8", 128): UnifiedPlan(64, 64, 4, 2, False),
+        ("16-bit", 128, "long"): UnifiedPlan(64, 64, 4, 2, False),
+        ("16-bit", 256, "long"): UnifiedPlan(64, 16, 4, 2, False),
+        ("int8", 128, "long"): UnifiedPlan(64, 64, 4, 2, False),
+        ("fp8", 128, "long"): UnifiedPlan(64, 64, 4, 2, False),
     },
 }
 # end table
@@ -183,15 +234,37 @@ def storage_of(shape: AttentionShape) -> str:
     return {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(shape.pool_dtype, "16-bit")
 
 
-def _row(table: dict, gpu: Gpu, shape: AttentionShape):
+def regime(shape: AttentionShape, keys: int, gpu: Gpu) -> str:
+    """What bounds a decode call of up to `keys` keys a request.
+
+    "short": latency, an SM has few tiles; "small pages": a tile is gathered from several; "long": the memory.
+    """
+    tiles = shape.requests * shape.kv_heads * triton.cdiv(keys, 64)
+    if tiles <= SHORT_TILES * gpu.sms:
+        return "short"
+    return "small pages" if shape.page < (128 if shape.quantized else 64) else "long"
+
+
+def prefill_regime(shape: AttentionShape, gpu: Gpu) -> str:
+    """Of a unified call: "short" where tiles of 128 rows do not fill the GPU twice; the others as in `regime`."""
+    if shape.page < 64:
+        return "small pages"
+    tiles = shape.kv_heads * triton.cdiv(shape.tokens * shape.group, 128)
+    return "short" if tiles <= 2 * gpu.sms else "long"
+
+
+def _row(table: dict, gpu: Gpu, shape: AttentionShape, *regimes: str):
     """The table's row for a shape, None where it has none: another GPU, float32, a larger head."""
     if shape.query_dtype.itemsize != 2 or shape.pool_dtype.itemsize > 2:
         return None
     dim = max(shape.head_dim, shape.value_dim)
     rows = table.get(gpu.kind, {})
     storage = storage_of(shape)
-    fitting = [limit for stored, limit in rows if stored == storage and limit >= dim]
-    return rows[storage, min(fitting)] if fitting else None
+    for name in regimes:
+        fitting = [key for key in rows if key[0] == storage and key[1] >= dim and key[2] == name]
+        if fitting:
+            return rows[min(fitting)]
+    return None
 
 
 def tile_bytes(block_m: int, block_n: int, stages: int, shape: AttentionShape, *, converted: bool = True) -> int:
@@ -209,7 +282,7 @@ def plan_unified(
     """The tile of `unified_attention`: as many rows as the batch fills, as many keys as shared memory holds."""
     gpu = gpu or gpu_of(shape.device)
     wide = max(shape.head_dim, shape.value_dim) > 128
-    plan = _row(UNIFIED, gpu, shape) or UnifiedPlan(128, 64, 8 if wide else 4, 2)
+    plan = _row(UNIFIED, gpu, shape, prefill_regime(shape, gpu), "long") or UnifiedPlan(128, 64, 8 if wide else 4, 2)
     group_rows = triton.next_power_of_2(shape.group)
     rows = max(16, group_rows, min(plan.block_m, triton.next_power_of_2(max_query_len * shape.group)))
     # A warp takes 16 rows at least.
@@ -231,12 +304,9 @@ def plan_decode(
 ) -> DecodePlan:
     """The tile and splits of `decode_attention`: enough splits to fill every SM, none shorter than two tiles."""
     gpu = gpu or gpu_of(shape.device)
-    row = _row(DECODE, gpu, shape) or DecodeChoice(64, 4, 3, 4, 2, "rows", 2, False)
-    programs = max(1, triton.cdiv(row.programs_per_sm * gpu.sms, shape.kv_heads))
-    plan = DecodePlan(
-        row.block_n, row.num_warps, row.num_stages, programs, row.min_tiles,
-        products=row.products, pieces=row.pieces, descriptors=row.descriptors,
-    )  # fmt: skip
+    keys = max_seq_len if window is None else min(window, max_seq_len)
+    row = _row(DECODE, gpu, shape, regime(shape, keys, gpu), "long") or DecodeChoice(64, 4, 3, 4, 2, "rows", 2, False)
+    plan = row.plan(shape.group, shape.kv_heads, shape.value_dim, gpu.sms)
 
     def size(plan):
         rows = plan.query_rows(shape.group) * (plan.slots if plan.products == "bytes" else 1)
@@ -259,12 +329,18 @@ def plan_write(
     itemsize: int,
     device: torch.device,
     values_by_slot: bool = False,
+    turned: bool = False,
     gpu: Gpu | None = None,
 ) -> WritePlan:
-    """Rows a program of `write_kv`: few when rows are few, so that they spread over the SMs."""
+    """Rows a program of `write_kv`: few when rows are few, so that they spread over the SMs.
+
+    turned: keys pass through a matrix product, which takes 16 rows at least.
+    """
     gpu = gpu or gpu_of(device)
     if gpu.kind == "cpu":
         return WritePlan(64, 4)
+    if turned:
+        return WritePlan(16, 4) if rows <= 16 * gpu.sms or head_dim > 128 else WritePlan(32, 8)
     if rows <= 16 * gpu.sms:
         return WritePlan(1 if values_by_slot else 4, 1)
     # 32 tokens of a head are a sector of each channel of a transposed page.

@@ -18,7 +18,8 @@ def merge_partials(
     partial_out_ptr,
     partial_lse_ptr,
     first,
-    num_splits,
+    step,
+    count,
     stride_split,
     rows,
     row_held,
@@ -27,7 +28,7 @@ def merge_partials(
     BLOCK_S: tl.constexpr,
     BLOCK_DV: tl.constexpr,
 ):
-    """Output [BLOCK_M, BLOCK_DV] and log-sum-exp [BLOCK_M] of `rows` over splits first .. first + num_splits - 1.
+    """Output [BLOCK_M, BLOCK_DV] and log-sum-exp [BLOCK_M] of `rows` over the `count` splits first, first + step, ...
 
     partial_out [C, stride_split, DV] and partial_lse [C, stride_split] are contiguous. BLOCK_S splits are read at once:
     one at a time, each would wait for memory. Loads bypass L1, which does not see what other SMs wrote in this launch.
@@ -36,17 +37,19 @@ def merge_partials(
     row_max = tl.full([BLOCK_M], float("-inf"), tl.float32)
     row_sum = tl.zeros([BLOCK_M], tl.float32)
     acc = tl.zeros([BLOCK_M, BLOCK_DV], tl.float32)
-    for start in range(0, num_splits, BLOCK_S):
+    for start in range(0, count, BLOCK_S):
         splits = start + tl.arange(0, BLOCK_S)
-        at = (first + splits).to(tl.int64)[:, None] * stride_split + rows[None, :]
-        held = (splits < num_splits)[:, None] & row_held[None, :]
+        at = (first + splits * step).to(tl.int64)[:, None] * stride_split + rows[None, :]
+        held = (splits < count)[:, None] & row_held[None, :]
         lse = tl.load(partial_lse_ptr + at, mask=held, other=float("-inf"), cache_modifier=".cg") * LOG2_E
         out = tl.load(
             partial_out_ptr + at[:, :, None] * DV + dv[None, None, :],
-            mask=(lse > float("-inf"))[:, :, None] & (dv < DV)[None, None, :],
+            mask=held[:, :, None] & (dv < DV)[None, None, :],
             other=0.0,
             cache_modifier=".cg",
         ).to(tl.float32)
+        # A select after the load, not its mask: else the load would wait for that of the log-sum-exps.
+        out = tl.where((lse > float("-inf"))[:, :, None], out, 0.0)
         new_max = tl.maximum(row_max, tl.max(lse, 0))
         safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
         alpha = tl.exp2(row_max - safe_max)
@@ -75,7 +78,7 @@ def _merge_kernel(
     held = rows < num_rows
     dv = tl.arange(0, BLOCK_DV)
     out, lse = merge_partials(
-        partial_out_ptr, partial_lse_ptr, 0, num_splits, num_rows, rows, held, DV, BLOCK_M, BLOCK_S, BLOCK_DV
+        partial_out_ptr, partial_lse_ptr, 0, 1, num_splits, num_rows, rows, held, DV, BLOCK_M, BLOCK_S, BLOCK_DV
     )
     out_at = out_ptr + rows.to(tl.int64)[:, None] * DV + dv[None, :]
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=held[:, None] & (dv < DV)[None, :])

@@ -9,25 +9,22 @@ import triton.language as tl
 
 
 @triton.jit
-def first_page(table_ptr, tile, last_tile, PAGE: tl.constexpr, BLOCK_N: tl.constexpr):
-    """Block id of the first key of a tile; 0 for tiles from last_tile on, which the table need not hold."""
-    return tl.load(table_ptr + tile * BLOCK_N // PAGE, mask=tile < last_tile, other=0)
+def tile_pages(
+    table_ptr, tile, last_tile, first_held, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr
+):
+    """Block ids of a tile: a scalar where a page holds a whole tile, else one a key. 0 for tiles from last_tile on.
 
-
-@triton.jit
-def tile_pages(table_ptr, first_key, first_held, end, PAGE: tl.constexpr, BLOCK_N: tl.constexpr, MASKED: tl.constexpr):
-    """Block ids of the tile that starts at `first_key`: a scalar when the tile is inside one page, else one a key.
-
-    MASKED tiles look up only keys in [first_held, end): entries outside may name blocks that were given back.
+    Loops look them up a tile ahead: else every load of keys would wait for the table. MASKED tiles look up only keys in
+    [first_held, end): entries outside may name blocks that were given back.
     """
     if PAGE >= BLOCK_N:
-        pages = tl.load(table_ptr + first_key // PAGE).to(tl.int64)
+        pages = tl.load(table_ptr + tile * BLOCK_N // PAGE, mask=tile < last_tile, other=0)
     else:
-        keys = first_key + tl.arange(0, BLOCK_N)
-        if MASKED:
-            pages = tl.load(table_ptr + keys // PAGE, mask=(keys >= first_held) & (keys < end), other=0).to(tl.int64)
-        else:
-            pages = tl.load(table_ptr + keys // PAGE).to(tl.int64)
+        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
+        wanted = (
+            (keys < last_tile * BLOCK_N) & (keys >= first_held) & (keys < end) if MASKED else keys < last_tile * BLOCK_N
+        )
+        pages = tl.load(table_ptr + keys // PAGE, mask=wanted, other=0)
     return pages
 
 

@@ -30,7 +30,6 @@ def reference_attention(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    key_factor: torch.Tensor | None = None,
     kv_start: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -62,8 +61,6 @@ def reference_attention(
         query_pos = torch.arange(length - len(q), length, device=query.device)
 
         q = q.unflatten(1, (kv_heads, query_heads // kv_heads))
-        if key_factor is not None:
-            q = q * key_factor[:, None, :].to(dtype)
         logits = torch.einsum("thgd,shd->hgts", q, k) * scale
         if softcap is not None:
             logits = softcap * torch.tanh(logits / softcap)
@@ -118,16 +115,13 @@ def reference_write_kv(
     *,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    key_factor: torch.Tensor | None = None,
 ) -> None:
     """What `write_kv` does; see there for shapes."""
     held = slot_mapping >= 0
     slots = slot_mapping[held]
     at = slots // k_pool.shape[1], slots % k_pool.shape[1]
-    for new, pool, scales, factor in ((key, k_pool, k_scale, key_factor), (value, v_pool, v_scale, None)):
+    for new, pool, scales in ((key, k_pool, k_scale), (value, v_pool, v_scale)):
         x = new[held]
-        if factor is not None:
-            x = x.float() / factor
         if scales is None:
             pool[at] = x.to(pool.dtype)
         else:

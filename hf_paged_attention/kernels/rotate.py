@@ -3,7 +3,8 @@
     q' = (q · f) H,   k' = (k / f) H,   q'·k' = q·k     since H is orthonormal: H Hᵀ = 1
 
 states [N, H, D], factor f [Hkv, D] with one row a KV head, H [D, D] a Hadamard matrix on blocks of the largest power
-of two that divides D. Grid: tiles of BLOCK_ROWS (token, head) rows by tiles of BLOCK_N output channels.
+of two that divides D. Grid: tiles of BLOCK_ROWS (token, head) rows. `turned_rows` also serves the kernels that write
+keys and that attend with one query, which turn on the way.
 
 H spreads an outlier channel over its block, as QuaRot does (arXiv:2404.00456, section 4); f makes channels alike
 before. With factors that are powers of two and a matrix of ±1 the products are exact in bf16, so turning keys adds no
@@ -11,10 +12,13 @@ rounding of its own.
 """
 
 import functools
+from dataclasses import dataclass
 
 import torch
 import triton
 import triton.language as tl
+
+from .dependent import dependent_launch, follow
 
 
 @functools.cache
@@ -49,6 +53,37 @@ def unrotate_heads(turned: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
 
 
 @triton.jit
+def turned_rows(
+    states_at,
+    factor_at,
+    signs_ptr,
+    norm,
+    row_held,
+    D: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    """float32 [rows, BLOCK_D]: the rows at states_at [rows], turned by those at factor_at [rows]; 0 past D.
+
+    BLOCK_C channels of the states at a time, so that the matrix of a large head passes through shared memory in parts.
+    """
+    columns = tl.arange(0, BLOCK_D)
+    out = tl.zeros([row_held.shape[0], BLOCK_D], tl.float32)
+    for start in tl.static_range(0, BLOCK_D, BLOCK_C):
+        d = start + tl.arange(0, BLOCK_C)
+        held = row_held[:, None] & (d < D)[None, :]
+        x = tl.load(states_at[:, None] + d[None, :], mask=held, other=0.0).to(tl.float32)
+        f = tl.load(factor_at[:, None] + d[None, :], mask=held, other=1.0)
+        x = (x / f if DIVIDE else x * f).to(DOT_DTYPE)
+        signs_held = (d < D)[:, None] & (columns < D)[None, :]
+        signs = tl.load(signs_ptr + d[:, None] * D + columns[None, :], mask=signs_held, other=0.0).to(DOT_DTYPE)
+        out = tl.dot(x, signs, out, input_precision="tf32x3")
+    return out * norm
+
+
+@triton.jit
 def _rotate_kernel(
     states_ptr,
     factor_ptr,
@@ -64,24 +99,42 @@ def _rotate_kernel(
     DIVIDE: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_N: tl.constexpr,
+    BLOCK_C: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    follow(DEPENDENT)
     rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    columns = tl.program_id(1) * BLOCK_N + tl.arange(0, BLOCK_N)
-    d = tl.arange(0, BLOCK_D)
     row_held = rows < num_rows
     head = rows % heads
-    at = (rows // heads).to(tl.int64) * stride_token + head * stride_head
-    held = row_held[:, None] & (d < D)[None, :]
-    x = tl.load(states_ptr + at[:, None] + d[None, :], mask=held, other=0.0).to(tl.float32)
-    f = tl.load(factor_ptr + (head // GROUP)[:, None] * D + d[None, :], mask=held, other=1.0)
-    x = (x / f if DIVIDE else x * f).to(DOT_DTYPE)
-    signs_held = (d < D)[:, None] & (columns < D)[None, :]
-    signs = tl.load(signs_ptr + d[:, None] * D + columns[None, :], mask=signs_held, other=0.0).to(DOT_DTYPE)
-    out = tl.dot(x, signs, input_precision="ieee") * norm
-    out_at = out_ptr + rows.to(tl.int64)[:, None] * D + columns[None, :]
-    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=row_held[:, None] & (columns < D)[None, :])
+    states_at = states_ptr + (rows // heads).to(tl.int64) * stride_token + head * stride_head
+    factor_at = factor_ptr + head // GROUP * D
+    out = turned_rows(states_at, factor_at, signs_ptr, norm, row_held, D, DIVIDE, BLOCK_D, BLOCK_C, DOT_DTYPE)
+    d = tl.arange(0, BLOCK_D)
+    out_at = out_ptr + rows.to(tl.int64)[:, None] * D + d[None, :]
+    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=row_held[:, None] & (d < D)[None, :])
+
+
+@dataclass(frozen=True)
+class TurnArguments:
+    """What `turned_rows` needs beside the states, for heads of `dim` channels."""
+
+    signs: torch.Tensor
+    norm: float
+    channels: int  # BLOCK_C
+    dot_dtype: tl.dtype
+
+
+@functools.cache
+def turn_arguments(dim: int, dtype: torch.dtype, device: torch.device) -> TurnArguments:
+    """For states of `dtype`. Products of 16-bit states, power-of-two factors and signs are exact in their own type."""
+    interpreted = triton.knobs.runtime.interpret  # whose dot knows no 16-bit floats
+    dot_dtype = torch.float32 if interpreted else dtype
+    known = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+    channels = min(64, max(16, triton.next_power_of_2(dim)))
+    return TurnArguments(
+        hadamard_signs(dim, dot_dtype, device), hadamard_block(dim) ** -0.5, channels, known[dot_dtype]
+    )
 
 
 def rotate_heads(states: torch.Tensor, factor: torch.Tensor, *, divide: bool) -> torch.Tensor:
@@ -94,18 +147,16 @@ def rotate_heads(states: torch.Tensor, factor: torch.Tensor, *, divide: bool) ->
     rows = tokens * heads
     if not rows:
         return out
-    interpreted = triton.knobs.runtime.interpret  # whose dot knows no 16-bit floats
-    dot_dtype = torch.float32 if interpreted else states.dtype
-    block_n = min(64, max(16, triton.next_power_of_2(dim)))
-    block_rows = 16 if rows <= 4096 or dot_dtype == torch.float32 else 64
-    _rotate_kernel[(triton.cdiv(rows, block_rows), triton.cdiv(dim, block_n))](
+    turn = turn_arguments(dim, states.dtype, states.device)
+    block_rows = 16 if rows <= 4096 or turn.dot_dtype == tl.float32 else 64
+    _rotate_kernel[(triton.cdiv(rows, block_rows),)](
         states,
         factor,
-        hadamard_signs(dim, dot_dtype, states.device),
+        turn.signs,
         out,
         rows,
         heads,
-        hadamard_block(dim) ** -0.5,
+        turn.norm,
         states.stride(0),
         states.stride(1),
         GROUP=heads // factor.shape[0],
@@ -113,7 +164,8 @@ def rotate_heads(states: torch.Tensor, factor: torch.Tensor, *, divide: bool) ->
         DIVIDE=divide,
         BLOCK_ROWS=block_rows,
         BLOCK_D=max(16, triton.next_power_of_2(dim)),
-        BLOCK_N=block_n,
-        DOT_DTYPE={torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}[dot_dtype],
+        BLOCK_C=turn.channels,
+        DOT_DTYPE=turn.dot_dtype,
+        **dependent_launch(states.device),
     )
     return out

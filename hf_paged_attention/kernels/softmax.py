@@ -9,7 +9,7 @@ import triton
 import triton.language as tl
 
 from .convert import FLOAT, decode_tile
-from .pages import first_page, tile_offsets, tile_pages
+from .pages import tile_offsets, tile_pages
 
 LOG2_E = tl.constexpr(1.4426950408889634)
 LN_2 = tl.constexpr(0.6931471805599453)
@@ -76,17 +76,13 @@ def attend_tiles(
     """
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
-    next_page = first_page(table_ptr, first_tile, last_tile, PAGE, BLOCK_N)
+    next_pages = tile_pages(table_ptr, first_tile, last_tile, first_held, end, PAGE, BLOCK_N, MASKED)
     for tile in range(first_tile, last_tile):
         first_key = tile * BLOCK_N
         keys = first_key + tl.arange(0, BLOCK_N)
         held = (keys >= first_held) & (keys < end)
-        if PAGE >= BLOCK_N:
-            # Looked up a tile ahead: else every load of keys would wait for the table.
-            pages = next_page.to(tl.int64)
-            next_page = first_page(table_ptr, tile + 1, last_tile, PAGE, BLOCK_N)
-        else:
-            pages = tile_pages(table_ptr, first_key, first_held, end, PAGE, BLOCK_N, MASKED)
+        pages = next_pages.to(tl.int64)
+        next_pages = tile_pages(table_ptr, tile + 1, last_tile, first_held, end, PAGE, BLOCK_N, MASKED)
         if k_desc is not None:
             k = tl.trans(k_desc.load([k_row + pages.to(tl.int32) * k_block_rows + first_key % PAGE, 0]))
         else:

@@ -25,7 +25,7 @@ from .convert import (
     piece_weight,
     split_bytes,
 )
-from .pages import first_page, tile_offsets, tile_pages
+from .pages import tile_offsets, tile_pages
 from .softmax import LOG2_E, capped
 
 # Two to this power is what a scale of 1e-30 is.
@@ -128,18 +128,14 @@ def attend_tiles_transposed(
     """
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
-    next_page = first_page(table_ptr, first_tile, last_tile, PAGE, BLOCK_N)
+    next_pages = tile_pages(table_ptr, first_tile, last_tile, first_held, end, PAGE, BLOCK_N, MASKED)
     # One tile or two are masked: no pipeline is worth its registers there.
     for tile in tl.range(first_tile, last_tile, num_stages=1 if MASKED else None):
         first_key = tile * BLOCK_N
         keys = first_key + tl.arange(0, BLOCK_N)
         held = (keys >= first_held) & (keys < end)
-        if PAGE >= BLOCK_N:
-            # Looked up a tile ahead: else every load of keys would wait for the table.
-            pages = next_page.to(tl.int64)
-            next_page = first_page(table_ptr, tile + 1, last_tile, PAGE, BLOCK_N)
-        else:
-            pages = tile_pages(table_ptr, first_key, first_held, end, PAGE, BLOCK_N, MASKED)
+        pages = next_pages.to(tl.int64)
+        next_pages = tile_pages(table_ptr, tile + 1, last_tile, first_held, end, PAGE, BLOCK_N, MASKED)
         if k_desc is not None:
             k = k_desc.load([k_row + pages.to(tl.int32) * k_block_rows + first_key % PAGE, 0])
         else:

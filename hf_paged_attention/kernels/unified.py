@@ -14,6 +14,7 @@ import triton.language as tl
 
 from .checks import check_attention, strides_or_zeros
 from .convert import FLOAT, dot_dtypes, pool_bytes, pool_factor, pool_format
+from .dependent import dependent_launch, follow
 from .launch import UnifiedPlan, plan_unified
 from .pool_descriptors import pool_matrix
 from .softmax import LN_2, LOG2_E, attend_tiles
@@ -45,7 +46,6 @@ def _unified_kernel(
     v_ptr,
     k_scale_ptr,
     v_scale_ptr,
-    key_factor_ptr,
     sinks_ptr,
     out_ptr,
     lse_ptr,
@@ -98,15 +98,20 @@ def _unified_kernel(
     VALUE_DTYPE: tl.constexpr,
     VALUES_BY_SLOT: tl.constexpr,
     NEGATED: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    follow(DEPENDENT)
     TILE_TOKENS: tl.constexpr = BLOCK_M // GROUP
     kv_head = tl.program_id(0)
-    tile = tl.num_programs(1) - 1 - tl.program_id(1)
+    # A request's last tile, which sees most keys, comes first; requests in the batch's order.
+    tile = tl.program_id(1)
     request = request_of_tile(query_start_ptr, tile, num_requests, TILE_TOKENS)
     query_start = tl.load(query_start_ptr + request)
-    query_len = tl.load(query_start_ptr + request + 1) - query_start
-    first_token = (tile - (query_start // TILE_TOKENS + request)) * TILE_TOKENS
-    if first_token >= query_len:
+    query_end = tl.load(query_start_ptr + request + 1)
+    query_len = query_end - query_start
+    first_token = (query_end // TILE_TOKENS + request - tile) * TILE_TOKENS
+    # A spare tile, or one past the last request's.
+    if first_token >= query_len or first_token < 0:
         return
     seq_len = tl.load(seq_lens_ptr + request)
     kv_start = 0
@@ -126,9 +131,6 @@ def _unified_kernel(
     row_token = (query_start + tokens).to(tl.int64)
     q_at = query_ptr + (row_token * stride_q_token + heads * stride_q_head)[:, None] + d[None, :]
     q = tl.load(q_at, mask=row_held[:, None] & (d[None, :] < D), other=0.0)
-    if key_factor_ptr is not None:
-        factor = tl.load(key_factor_ptr + kv_head * D + d, mask=d < D, other=0.0)
-        q = q.to(tl.float32) * factor[None, :]
     q = q.to(KEY_DTYPE)
     if NEGATED:
         q = -q
@@ -242,7 +244,6 @@ def unified_attention(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    key_factor: torch.Tensor | None = None,
     kv_start: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
@@ -264,7 +265,6 @@ def unified_attention(
         softcap: c in s -> c tanh(s / c), applied to scaled scores (Gemma 2).
         sinks: [Hq], a logit a head with no value (gpt-oss); not scaled.
         k_scale, v_scale: float32 [num_blocks, block_size, Hkv], what 8-bit keys and values are multiplied by.
-        key_factor: float32 [Hkv, D], contiguous; the keys in the pool were divided by it, so the query is multiplied.
         kv_start: int32 [R], keys before it are not attended.
         out: [N, Hq, Dv] to write to, query's dtype, last dimension contiguous.
         lse: float32 [N, Hq] to write the natural log-sum-exp of each row's logits (sink included) to.
@@ -278,7 +278,7 @@ def unified_attention(
     """
     shape = check_attention(
         query, k_pool, v_pool, query_start_loc, seq_lens, block_table, window, softcap, sinks, k_scale, v_scale,
-        key_factor, kv_start, out, lse,
+        kv_start, out, lse,
     )  # fmt: skip
     if out is None:
         out = query.new_empty(shape.tokens, shape.query_heads, shape.value_dim)
@@ -301,7 +301,6 @@ def unified_attention(
         v_bytes,
         k_scale,
         v_scale,
-        key_factor,
         sinks,
         out,
         lse,
@@ -345,5 +344,6 @@ def unified_attention(
         NEGATED=scale < 0,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
+        **dependent_launch(query.device),
     )
     return out

@@ -1,6 +1,6 @@
 """New keys and values into their slots, quantised on the way.
 
-    pool[slot(n), h] = x[n, h] / scale,  scale[slot(n), h] = max_d |x[n, h, d]| / qmax;   x = key / key_factor or value
+    pool[slot(n), h] = x[n, h] / scale,  scale[slot(n), h] = max_d |x[n, h, d]| / qmax;   x = key (turned) or value
 
 key [N, Hkv, D], value [N, Hkv, Dv], pools [num_blocks, block_size, Hkv, D or Dv], scales [num_blocks, block_size, Hkv].
 Grid: tiles of BLOCK_ROWS (token, head) rows; one program writes the keys and the values of its rows. Where values are
@@ -23,7 +23,9 @@ from .convert import (
     pool_format,
     round_half_even,
 )
+from .dependent import dependent_launch, follow
 from .launch import plan_write
+from .rotate import turn_arguments, turned_rows
 
 
 @triton.jit
@@ -52,8 +54,10 @@ def _write_kernel(
     v_ptr,
     k_scale_ptr,
     v_scale_ptr,
-    key_factor_ptr,
+    turn_factor_ptr,
+    signs_ptr,
     slot_ptr,
+    norm,
     num_tokens,
     kv_heads,
     block_size,
@@ -82,7 +86,11 @@ def _write_kernel(
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
+    BLOCK_C: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+    DEPENDENT: tl.constexpr,
 ):
+    follow(DEPENDENT)
     program = tl.program_id(0).to(tl.int64)
     if BY_SLOT:
         tokens = program // kv_heads * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
@@ -99,12 +107,12 @@ def _write_kernel(
 
     d = tl.arange(0, BLOCK_D)
     held = row_held[:, None] & (d[None, :] < D)
-    key_at = key_ptr + (tokens * stride_key_token + heads * stride_key_head)[:, None] + d[None, :]
-    key = tl.load(key_at, mask=held, other=0.0)
-    if key_factor_ptr is not None:
-        row_heads = heads + tl.zeros([BLOCK_ROWS], tl.int64)
-        factor = tl.load(key_factor_ptr + (row_heads * D)[:, None] + d[None, :], mask=held, other=1.0)
-        key = tl.div_rn(key.to(tl.float32), factor)
+    key_at = key_ptr + tokens * stride_key_token + heads * stride_key_head
+    if turn_factor_ptr is not None:
+        factor_at = turn_factor_ptr + heads * D + tl.zeros([BLOCK_ROWS], tl.int64)
+        key = turned_rows(key_at, factor_at, signs_ptr, norm, row_held, D, True, BLOCK_D, BLOCK_C, DOT_DTYPE)
+    else:
+        key = tl.load(key_at[:, None] + d[None, :], mask=held, other=0.0)
     k_at = k_ptr + (block * stride_k_block + slot * stride_k_slot + heads * stride_k_head)[:, None]
     ks_at = k_scale_ptr
     if FORMAT != FLOAT:
@@ -136,7 +144,7 @@ def write_kv(
     *,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    key_factor: torch.Tensor | None = None,
+    turn_factor: torch.Tensor | None = None,
 ) -> None:
     """Write N new tokens into the pools, in place and in one launch; `reference_write_kv` is its specification.
 
@@ -149,20 +157,21 @@ def write_kv(
         slot_mapping: int64 [N], block * block_size + slot of each token; negative to leave it out.
         k_scale, v_scale: float32 [num_blocks, block_size, Hkv], written for 8-bit pools. A token of zeros gets a scale
             that decodes to zeros.
-        key_factor: float32 [Hkv, D], contiguous; keys are divided by it before they are stored.
+        turn_factor: float32 [Hkv, D], contiguous: keys are stored turned (kernels/rotate.py), divided by it first.
 
     Raises:
         ValueError: a shape, dtype or stride other than the above, named with its value.
     """
-    check_write(key, value, k_pool, v_pool, slot_mapping, k_scale, v_scale, key_factor)
+    check_write(key, value, k_pool, v_pool, slot_mapping, k_scale, v_scale, turn_factor)
     tokens, kv_heads, head_dim = key.shape
     if tokens == 0:
         return
     by_slot = v_pool.stride(1) == 1 and v_pool.stride(3) != 1
     plan = plan_write(
         rows=tokens * kv_heads, head_dim=max(head_dim, value.shape[-1]), itemsize=key.element_size(), device=key.device,
-        values_by_slot=by_slot,
+        values_by_slot=by_slot, turned=turn_factor is not None,
     )  # fmt: skip
+    turn = turn_arguments(head_dim, key.dtype, key.device) if turn_factor is not None else None
     programs = (
         triton.cdiv(tokens, plan.block_rows) * kv_heads if by_slot else triton.cdiv(tokens * kv_heads, plan.block_rows)
     )
@@ -174,8 +183,10 @@ def write_kv(
         v_bytes,
         k_scale,
         v_scale,
-        key_factor,
+        turn_factor,
+        turn.signs if turn else None,
         slot_mapping,
+        turn.norm if turn else 1.0,
         tokens,
         kv_heads,
         k_pool.shape[1],
@@ -194,5 +205,8 @@ def write_kv(
         BLOCK_ROWS=plan.block_rows,
         BLOCK_D=triton.next_power_of_2(head_dim),
         BLOCK_DV=triton.next_power_of_2(value.shape[-1]),
+        BLOCK_C=turn.channels if turn else 16,
+        DOT_DTYPE=turn.dot_dtype if turn else tl.float32,
         num_warps=plan.num_warps,
+        **dependent_launch(key.device),
     )

@@ -37,7 +37,7 @@ class Batch:
     def expected(self):
         """Output and log-sum-exps in float64."""
         scale, window, softcap = (self.options.get(name) for name in ("scale", "window", "softcap"))
-        sinks, factor, kv_start = (self.options.get(name) for name in ("sinks", "key_factor", "kv_start"))
+        sinks, kv_start = (self.options.get(name) for name in ("sinks", "kv_start"))
         heads, dim = self.query.shape[1], self.values[0].shape[-1]
         out = torch.zeros(len(self.query), heads, dim, dtype=torch.float64, device=DEVICE)
         lse = torch.full((len(self.query), heads), -math.inf, dtype=torch.float64, device=DEVICE)
@@ -50,8 +50,6 @@ class Batch:
                 k = self.keys[r][first : position + 1].repeat_interleave(self.group, 1)
                 v = self.values[r][first : position + 1].repeat_interleave(self.group, 1)
                 q = self.query[row].double()
-                if factor is not None:
-                    q = q * factor.double().repeat_interleave(self.group, 0)
                 logits = torch.einsum("hd,jhd->hj", q, k) * scale
                 if softcap is not None:
                     logits = softcap * torch.tanh(logits / softcap)

@@ -1,10 +1,16 @@
 import math
+from dataclasses import replace
 
 import pytest
 import torch
 from paged_batches import DEVICE, make_batch
 
-from hf_paged_attention.kernels import decode_attention, reference_attention, unified_attention
+from hf_paged_attention.kernels import (
+    decode_attention,
+    reference_attention,
+    reference_rotate_heads,
+    unified_attention,
+)
 from hf_paged_attention.kernels.launch import FEWEST_BYTES, DecodePlan, UnifiedPlan
 
 ON_GPU = DEVICE == "cuda"
@@ -117,7 +123,6 @@ def test_free_scale(kernel, scale):
 
 
 def test_everything_at_once(kernel):
-    factor = torch.rand(2, 32) + 0.5
     batch = make_batch(
         [150, 64, 30],
         group=3,
@@ -125,7 +130,6 @@ def test_everything_at_once(kernel):
         window=40,
         softcap=5.0,
         sinks=torch.randn(6),
-        key_factor=factor,
         kv_start=torch.tensor([0, 40, 3], dtype=torch.int32),
     )
     batch.check(kernel)
@@ -181,11 +185,6 @@ def test_pool_of_another_float_dtype_than_the_query(kernel):
     make_batch([70, 9], group=2, dtype=torch.float32, pool_dtype=torch.bfloat16).check(kernel)
 
 
-def test_key_factor(kernel):
-    factor = torch.tensor([[0.01, 1.0, 100.0, 3.0] * 8, [2.0] * 32])
-    make_batch([70, 9], group=2, key_factor=factor).check(kernel)
-
-
 @pytest.mark.parametrize("length", [5, 100, 128])
 def test_a_contiguous_cache_is_one_block_a_request(kernel, length):
     # [B, Hkv, L, D] as Transformers' caches hold it, L any number; the kernels must stay inside it.
@@ -230,7 +229,6 @@ def features(requests):
             "window": 40,
             "softcap": 5.0,
             "sinks": torch.tensor([-20.0, -1.0, 0.0, 3.0, 30.0, 1.0]),
-            "key_factor": torch.rand(2, 32) + 0.5,
             "kv_start": torch.tensor([3, 20, *[0] * (requests - 2)], dtype=torch.int32),
         },
         {"scale": -0.3},
@@ -343,12 +341,27 @@ def test_prefill_through_descriptors(block_size, pool_dtype, transposed):
         batch.check(unified_attention, plan=UnifiedPlan(16, 16, 4, 2, True))
 
 
+@pytest.mark.parametrize("pool_dtype", EIGHT_BIT, ids=str)
+@pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (3, 80), (4, 128), (6, 256), (9, 128)])
+def test_the_query_is_turned_on_the_way(pool_dtype, group, head_dim):
+    batch = make_batch(
+        [300, 17], group=group, head_dim=head_dim, pool_dtype=pool_dtype, block_size=128, transposed_values=True
+    )
+    g = torch.Generator().manual_seed(1)
+    factor = torch.exp2(torch.randint(-2, 3, (2, head_dim), generator=g).float()).to(batch.query.device)
+    for products in ("rows", "bytes"):
+        plan = DecodePlan(128, 4, 2, 4, 1, products=products, pieces=3)
+        out, _ = batch.run(decode_attention, turn_factor=factor, plan=plan)
+        turned = replace(batch, query=reference_rotate_heads(batch.query.double(), factor.double(), divide=False))
+        torch.testing.assert_close(out.double(), turned.expected()[0], atol=2e-3, rtol=2e-3)
+
+
 class TestDecodeSplits:
     @pytest.mark.parametrize("programs", [1, 3, 8, 64])
-    @pytest.mark.parametrize("merge_splits", [2, 16])
-    def test_any_number_of_splits(self, programs, merge_splits):
+    @pytest.mark.parametrize(("merge_splits", "team"), [(2, 2), (2, 6), (16, 16), (4, 64)])
+    def test_any_number_of_splits(self, programs, merge_splits, team):
         batch = make_batch([1, 15, 16, 17, 127, 300, 0], group=3)
-        batch.check(decode_attention, plan=DecodePlan(16, 4, 2, programs, 1, merge_splits))
+        batch.check(decode_attention, plan=DecodePlan(16, 4, 2, programs, 1, merge_splits, team))
 
     def test_sinks_count_once(self):
         batch = make_batch([200, 30], group=2, sinks=torch.tensor([3.0, -1.0, 0.0, 5.0]))
@@ -421,7 +434,6 @@ def test_the_reference_is_the_dense_formula():
         ({"seq_lens": torch.tensor([20])}, "seq_lens must be int32, got torch.int64"),
         ({"k_scale": torch.ones(1)}, "k_scale belongs to int8 and float8_e4m3fn pools; this pool is torch.float32"),
         ({"kv_start": torch.tensor([0, 0], dtype=torch.int32)}, r"kv_start must have shape \[1\], got \[2\]"),
-        ({"key_factor": torch.ones(3)}, r"key_factor must be contiguous float32 \[2, 32\]"),
         ({"k_pool": torch.zeros(4, 24, 2, 32), "v_pool": torch.zeros(4, 24, 2, 32)}, "power of two .* got 24"),
     ],
 )

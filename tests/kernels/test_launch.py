@@ -2,7 +2,16 @@ import pytest
 import torch
 
 from hf_paged_attention.kernels.checks import AttentionShape
-from hf_paged_attention.kernels.launch import DECODE, UNIFIED, Gpu, plan_decode, plan_unified, plan_write, tile_bytes
+from hf_paged_attention.kernels.launch import (
+    DECODE,
+    UNIFIED,
+    Gpu,
+    plan_decode,
+    plan_unified,
+    plan_write,
+    regime,
+    tile_bytes,
+)
 
 HOPPER = Gpu("hopper", 132, 232448)
 ADA = Gpu("ada", 128, 101376)
@@ -51,8 +60,18 @@ def test_a_decode_step_writes_few_rows_a_program():
 @pytest.mark.parametrize("table", [DECODE, UNIFIED])
 def test_a_gpu_class_has_choices_for_every_storage(table):
     for gpu, rows in table.items():
-        assert {storage for storage, _ in rows} == {"16-bit", "int8", "fp8"}, gpu
-        assert all(dim in (64, 128, 256) for _, dim in rows)
+        assert {key[0] for key in rows} == {"16-bit", "int8", "fp8"}, gpu
+        assert all(key[1] in (64, 128, 256) for key in rows)
+        assert all(key[2] in ("long", "short", "small pages") for key in rows)
+
+
+def test_a_decode_call_is_short_by_its_tiles_an_sm():
+    one, many = shape_of(32, 8, 128), shape_of(32, 8, 128, requests=16)
+    assert regime(one, 4096, HOPPER) == regime(one, 8192, HOPPER) == "short"
+    assert regime(one, 32768, HOPPER) == regime(many, 8192, HOPPER) == "long"
+    assert regime(shape_of(32, 8, 128, page=16, requests=16), 8192, HOPPER) == "small pages"
+    assert regime(shape_of(32, 8, 128, pool_dtype=torch.int8, requests=16), 8192, HOPPER) == "small pages"
+    assert plan_decode(many, max_seq_len=8192, window=256, gpu=HOPPER) == plan_decode(many, max_seq_len=256, gpu=HOPPER)
 
 
 @pytest.mark.parametrize("gpu", [HOPPER, ADA, UNKNOWN])

@@ -4,7 +4,7 @@ import pytest
 import torch
 from paged_batches import DEVICE
 
-from hf_paged_attention.kernels import reference_write_kv, write_kv
+from hf_paged_attention.kernels import reference_rotate_heads, reference_write_kv, write_kv
 
 FORMATS = [torch.float32, torch.bfloat16, torch.float16, torch.int8, torch.float8_e4m3fn]
 
@@ -54,15 +54,26 @@ def test_write_is_the_reference(pool_dtype, dtype, kv_heads, head_dim, value_dim
     assert_same(got, want)
 
 
-@pytest.mark.parametrize("pool_dtype", FORMATS, ids=str)
-def test_key_factor_divides_the_keys_alone(pool_dtype):
+@pytest.mark.parametrize("pool_dtype", FORMATS[3:], ids=str)
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
+@pytest.mark.parametrize(("head_dim", "transposed"), [(64, False), (80, True), (128, True), (256, True)])
+@pytest.mark.parametrize("tokens", [1, 37])
+def test_turned_keys(pool_dtype, dtype, head_dim, transposed, tokens):
     g = torch.Generator().manual_seed(0)
-    key, value = (torch.randn(20, 2, 32, generator=g).to(DEVICE) for _ in range(2))
-    factor = (torch.rand(2, 32, generator=g) + 0.1).to(DEVICE)
-    slots = torch.arange(20, device=DEVICE)
-    got = written(write_kv, key, value, slots, new_pools(2, 32, 32, pool_dtype), key_factor=factor)
-    want = written(reference_write_kv, key / factor, value, slots, new_pools(2, 32, 32, pool_dtype))
-    assert_same(got, want)
+    key, value = (torch.randn(tokens, 2, head_dim, generator=g).to(DEVICE, dtype) for _ in range(2))
+    factor = torch.exp2(torch.randint(-3, 4, (2, head_dim), generator=g).float()).to(DEVICE)
+    slots = torch.randperm(80, generator=g)[:tokens].to(DEVICE)
+    got, want = (new_pools(2, head_dim, head_dim, pool_dtype, transposed=transposed) for _ in range(2))
+    written(write_kv, key, value, slots, got, turn_factor=factor)
+    turned = reference_rotate_heads(key.double(), factor.double(), divide=True).float()
+    written(reference_write_kv, turned, value, slots, want)
+    # A sum in another order may round a code the other way.
+    torch.testing.assert_close(got["k_scale"], want["k_scale"], rtol=1e-5, atol=0)
+    step = 1.0 if pool_dtype == torch.int8 else 32.0
+    codes = (got["k_pool"].float() - want["k_pool"].float()).abs()
+    assert codes.max() <= step
+    assert (codes > 0).float().mean() < 0.01
+    assert_same({"v": got["v_pool"]}, {"v": want["v_pool"]})
 
 
 @pytest.mark.parametrize("pool_dtype", FORMATS, ids=str)
