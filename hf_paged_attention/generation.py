@@ -70,6 +70,7 @@ def _prepare_cache(original: Any, cache_arguments: dict[str, Any], *args: Any, *
     cache = PagedCache(original.__self__.config, **cache_arguments)
     if getattr(generation_config, "is_assistant", False):
         cache.activate_past_recording()
+        cache.sequences.is_draft = True
     model_kwargs[CACHE_ARGUMENT] = cache
     return None
 

@@ -89,7 +89,8 @@ def shared_prefill(
     Raises `ValueError` for right padding, before anything is computed.
     """
     cache = model_kwargs.get(CACHE_ARGUMENT)
-    _refuse_right_padding(model_kwargs.get("attention_mask"))
+    if not getattr(config, "is_assistant", False):
+        _refuse_right_padding(model_kwargs.get("attention_mask"))
     _note(cache, input_ids, config, model_kwargs)
     if not _applies(cache, input_ids, config, model_kwargs):
         return prefill(input_ids, config, model_kwargs, **kwargs)

@@ -110,7 +110,7 @@ class PagedCache(Cache):
                 "another model. Build a PagedCache from this model's config."
             )
         if self._watch is not None:
-            self._watch.reach(layer_idx, "keys", first=("keys", layer_idx))
+            self._watch.ask(layer_idx, "keys", ("keys", layer_idx))
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     # States that Transformers keeps: where a pass is, is all that we learn from these
@@ -118,22 +118,23 @@ class PagedCache(Cache):
     def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
         """As in Transformers; 5.17's models ask it once a pass and layer."""
         if self._watch is not None and layer_idx is not None:
-            self._watch.reach(layer_idx, "states", first=("has", layer_idx, state_idx))
+            self._watch.ask(layer_idx, "states", ("has", layer_idx, state_idx))
         return super().has_previous_state(layer_idx, state_idx)
 
     def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         """As in Transformers (newer than 5.17), whose models ask it once a pass and layer."""
         if self._watch is not None:
-            self._watch.reach(layer_idx, "states", first=("conv", layer_idx, state_idx))
+            self._watch.ask(layer_idx, "states", ("conv", layer_idx, state_idx))
         return super().get_conv_state(layer_idx, state_idx)
 
     def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
         if self._watch is not None:
-            self._watch.reach(layer_idx, "states", first=("recurrent", layer_idx, state_idx))
+            self._watch.ask(layer_idx, "states", ("recurrent", layer_idx, state_idx))
         return super().get_recurrent_state(layer_idx, state_idx)
 
     def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
-        if self._watch is not None:
+        recurrent = any(any(getattr(one, "is_recurrent_states_initialized", {}).values()) for one in self._others)
+        if self._watch is not None and not recurrent:  # else the update of that state is to come
             self._watch.reach(layer_idx, "states")
         self.sequences.check_batch(conv_states.shape[0])
         return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
@@ -158,7 +159,7 @@ class PagedCache(Cache):
         if self.sequences.device_state is not None:
             return query_length, 0
         if self._watch is not None:
-            self._watch.begin()  # masks are made first, before a layer runs
+            self._watch.begin(query_length)  # masks are made first, before a layer runs
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if isinstance(layer, CacheLayerMixin) and not isinstance(layer, PagedLayer):
             return layer.get_mask_sizes(query_length)

@@ -47,6 +47,8 @@ class Sequences:
         # there.
         self.prefixes = PrefixIndex(self.tables, block_size) if prefix_caching else None
         self.record_past = False
+        # A draft's cache: `generate` takes a pad token that it proposed for padding, which only costs a proposal.
+        self.is_draft = False
         self.num_layers = num_layers
         self.built_for: BuiltFor | None = None  # the model that brings the tokens, where it is known
         self._forget()
@@ -162,7 +164,7 @@ class Sequences:
         It was chosen by the logits of a padding token, which attention computes no output for: `generate` does so.
         """
         width, prompt = self._segments[-1] if self._segments else (0, None)
-        if prompt is None or width == 1:
+        if prompt is None or width == 1 or self.is_draft:
             return
         bad = prompt.any(1) & ~prompt[:, -1]
         if valid is not None:
@@ -175,7 +177,7 @@ class Sequences:
 
         A sliding window counts columns, and only real tokens are stored: padding between them would widen it.
         """
-        if not any(window is not None for window in self.tables):
+        if self.is_draft or not any(window is not None for window in self.tables):
             return
         # By row: 0 before any real token, 1 after one, 2 where padding followed it.
         last = self._segments[-1][1] if self._segments else None

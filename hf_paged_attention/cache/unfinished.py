@@ -27,28 +27,36 @@ class PassWatch:
     def clear(self) -> None:
         self._reached: set[tuple[int, str]] = set()
         self._asked: set[Hashable] = set()
+        self._tells_of_updates = False
 
-    def begin(self) -> None:
-        """A forward pass begins. Raises `RuntimeError` if the last one did not come to its end."""
+    def begin(self, width: int | None = None) -> None:
+        """A forward pass of `width` columns begins. Raises `RuntimeError` if the last one did not come to its end."""
         if torch.compiler.is_compiling():
             return
         missing = self._last - self._reached if self._reached else set()
         if any(part == "keys" for _, part in missing) or (missing and self._asks()):
-            layers = sorted({layer for layer, _ in self._reached})
+            last = max(layer for layer, _ in self._reached)
             end = max(layer for layer, _ in self._last)
+            where = f"between layers {last} and {end}" if last < end else f"in layer {end}"
             raise RuntimeError(
-                f"The last forward pass ended between layers {layers[-1]} and {end}, and layers that Transformers "
-                "keeps (linear attention, convolutions, latents) cannot be put back as they were before it. Call "
-                "reset()."
+                f"The last forward pass ended {where}, and layers that Transformers keeps (linear attention, "
+                "convolutions, latents) cannot be put back as they were before it. Call reset()."
             )
         self.clear()
+        # One column may be written into a state in place, without a word.
+        self._tells_of_updates = width is not None and width > 1
 
-    def reach(self, layer: int, part: str, first: Hashable = None) -> None:
-        """A pass comes to a layer's keys or states. `first`: what a pass asks once; asked again, another one began."""
+    def reach(self, layer: int, part: str) -> None:
+        """The keys of a layer came, or its states were updated."""
+        if not torch.compiler.is_compiling():
+            self._reached.add((layer, part))
+
+    def ask(self, layer: int, part: str, what: Hashable) -> None:
+        """The same, or the model asks for a layer's states; what a pass asks once, asked again, is another pass."""
         if torch.compiler.is_compiling():
             return
-        if first is not None:
-            if first in self._asked:
-                self.begin()
-            self._asked.add(first)
-        self._reached.add((layer, part))
+        if what in self._asked:
+            self.begin()
+        self._asked.add(what)
+        silent = part == "states" and self._tells_of_updates
+        self._reached.add((layer, "asked" if silent else part))

@@ -177,3 +177,16 @@ def test_more_than_a_token_after_right_padding_is_eagers():
     got = torch.split(first, [5, 17])
     for row in range(2):
         torch.testing.assert_close(torch.cat([got[row], second[row]]), rows[row], **TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_a_draft_that_proposes_the_pad_token(family):
+    """generate infers from it that the draft's prompt ends in padding: a proposal is lost, nothing is refused."""
+    model, draft, inputs = build(family), build(family), prompts(30)
+    arguments = {"max_new_tokens": 16, "do_sample": False}
+    want = model.generate(**inputs, **arguments)
+    pad = want[0, 33].item()  # a token that both choose
+    for each in (model, draft):
+        each.generation_config.pad_token_id = pad
+        hf_paged_attention.enable(each, block_size=16)
+    assert torch.equal(model.generate(**inputs, **arguments, assistant_model=draft), want)
