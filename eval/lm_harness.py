@@ -36,7 +36,7 @@ class PagedHFLM(HFLM):
 
     Args:
         pretrained: as HFLM's: a name, or a model.
-        kv_dtype: the cache's format.
+        kv_dtype: the cache's format; another for values than for keys as int8:int4.
         block_size: tokens a block.
         chunk: log-likelihood requests go through the cache this many tokens at a time (0: all at once, as HFLM does).
         kwargs: HFLM's.
@@ -47,7 +47,8 @@ class PagedHFLM(HFLM):
 
     def __init__(self, pretrained, kv_dtype: str = "auto", block_size: int | None = None, chunk: int = 0, **kwargs):
         super().__init__(pretrained, **kwargs)
-        self.cache_arguments = {"kv_dtype": kv_dtype, "block_size": block_size}
+        pair = tuple(kv_dtype.split(":")) if ":" in kv_dtype else kv_dtype
+        self.cache_arguments = {"kv_dtype": pair, "block_size": block_size}
         self.chunk = chunk
         hf_paged_attention.enable(self.model, **self.cache_arguments)
 

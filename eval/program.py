@@ -93,15 +93,23 @@ def add_model_arguments(parser: argparse.ArgumentParser) -> None:
 
 
 def add_format_arguments(parser: argparse.ArgumentParser, default: list[str]) -> None:
-    """--kv-dtype (several), --block-size."""
+    """--kv-dtype (several), --block-size, --exact-layers."""
     parser.add_argument(
         "--kv-dtype",
         nargs="+",
         default=default,
         metavar="FORMAT",
-        help="cache formats to compare: auto, bf16, fp16, int8, fp8; another for values than for keys as int8:fp8",
+        help="cache formats to compare: auto, bf16, fp16, int8, fp8, int4; other values than keys as int8:int4",
     )
     parser.add_argument("--block-size", type=count(1), default=None, help="tokens a block (the device's best)")
+    parser.add_argument(
+        "--exact-layers",
+        nargs="+",
+        type=int,
+        default=[],
+        metavar="LAYER",
+        help="layers that keep keys and values as they arrive under every format; negative ones count from the last",
+    )
 
 
 def add_text_arguments(parser: argparse.ArgumentParser) -> None:

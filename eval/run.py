@@ -21,13 +21,14 @@ class Run:
     add_output_arguments) ask for it.
 
     Raises:
-        BadInput: there is no such format, device or model. The weights are read by `load`, after all other checks.
+        BadInput: there is no such format, device or model; from `load`, a layer that the model does not have. The
+            weights are read there, after all other checks.
     """
 
     def __init__(self, evaluation: str, args):
         self.evaluation, self.args = evaluation, args
         self.console = Console()
-        self.formats = formats_named(args.kv_dtype, args.block_size)
+        self.formats = formats_named(args.kv_dtype, args.block_size, args.exact_layers)
         self.shards = Shards(args.device)
         self.device = models.device_named(self.shards.device(args.device))
         self.dtype = models.dtype_named(args.dtype, self.device)
@@ -42,7 +43,10 @@ class Run:
         """(model, tokenizer); `on` says what it is measured on."""
         processes = f" in {self.shards.count} processes" if self.shards.count > 1 else ""
         self.say(f"{self.args.model}, {self.dtype} on {self.device}{processes}, {on}")
-        return models.load(self.args.model, self.device, self.dtype, self.args.key_outliers)
+        model, tokenizer = models.load(self.args.model, self.device, self.dtype, self.args.key_outliers)
+        for fmt in self.formats:
+            fmt.new_cache(model)  # what a format refuses of this model is said before anything is measured
+        return model, tokenizer
 
     def records(
         self,

@@ -14,6 +14,7 @@ import torch
 
 from . import step_op  # noqa: F401  registers the operator
 from .backends import Backend, select
+from .cache.device_state import TAIL, DeviceState
 from .cache.layer import PagedLayer, traced
 from .cache.table import to_device
 from .compat import extra_attention_arguments
@@ -148,7 +149,7 @@ def _attend_paged(layer: PagedLayer, query, key, value, attention_mask, call) ->
     batch = step.metadata(layer.table, query.device, width)
     real = step.real_tokens(query.device, width)
     if layer.has_arrived:
-        layer.store(_flat(key, real), _flat(value, real), step, batch, backend.write)
+        layer.store(_flat(key, real), _flat(value, real), step, batch, backend)
     if real is not None and not real.shape[0]:  # nothing but padding: no kernel is started for no token
         return query.new_zeros(batch_size, width, query_heads, value.shape[-1])
     out = backend.attend(_flat(query, real), layer.kv(), batch, spec)
@@ -172,12 +173,20 @@ def _decode_step(layer: PagedLayer, query, key, value, scaling, softcap, sinks) 
         state.seq_lens,
         state.tables[layer.window],
         state.slots[layer.window],
+        *_tail_of(layer, state),
         state.block_size,
         query.shape[-1] ** -0.5 if scaling is None else scaling,
         layer.call[1].window,
         softcap,
         layer.sequences.options.backend,
     )
+
+
+def _tail_of(layer: PagedLayer, state: DeviceState) -> tuple[torch.Tensor | None, ...]:
+    """Sealed lengths, table, slots, and the requests and blocks to seal; Nones for layers without a tail."""
+    if not layer.format.needs_tail:
+        return (None,) * 5
+    return state.sealed_lens, state.tables[TAIL], state.slots[TAIL], state.requests, state.seal_blocks
 
 
 def _new_token_mask(attention_mask: torch.Tensor | None, width: int) -> torch.Tensor | None:

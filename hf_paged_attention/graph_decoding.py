@@ -238,7 +238,7 @@ class _Run:
             graph, done = None, 0
             for _ in range(steps):
                 sequences.enter_together()
-                state.follow(sequences.tables)
+                state.follow(sequences)
                 try:
                     if graph is not None:
                         graph.replay()

@@ -200,7 +200,7 @@ def _prefill_common_beginning(
     with torch.no_grad():
         model(input_ids=beginning, use_cache=True, logits_to_keep=1, **{CACHE_ARGUMENT: cache})
     lengths = [columns - pad for pad in padding]
-    rows = [cache.sequences.row_blocks(0, length) for length in lengths]
+    rows = [cache.sequences.beginning(0, length) for length in lengths]
     valid = torch.arange(columns).unsqueeze(0) >= torch.tensor(padding).unsqueeze(1)
     cache.sequences.record_past = recorded
-    cache.sequences.adopt(rows, lengths, valid)
+    cache.adopt(rows, lengths, valid)

@@ -209,11 +209,13 @@ def main(argv: list[str] | None = None) -> int:
     from eval.formats import formats_named
 
     console = Console()
-    formats = formats_named(args.kv_dtype, args.block_size)
+    formats = formats_named(args.kv_dtype, args.block_size, args.exact_layers)
     device = models.device_named(args.device)
     dtype = models.dtype_named(args.dtype, device)
     path = report.writable(args.json) if args.json else None
     model, tokenizer = models.load(args.model, device, dtype, args.key_outliers)
+    for fmt in formats:
+        fmt.new_cache(model)  # what a format refuses of this model is said before anything is generated
     longest = models.longest_context(model)
     encoded = []
     for prompt in prompts:

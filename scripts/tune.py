@@ -82,7 +82,7 @@ def regime_of(spec: Spec, gpu: launch.Gpu) -> str:
     sizes = spec.sizes
     shape = AttentionShape(
         sum(spec.new), len(spec.new), sizes.query_heads, sizes.kv_heads, sizes.head_dim, sizes.head_dim,
-        spec.block_size, torch.bfloat16, FORMATS[spec.format] or torch.bfloat16, torch.device("cuda"),
+        spec.block_size, torch.bfloat16, *[FORMATS[spec.format] or torch.bfloat16] * 2, torch.device("cuda"),
     )  # fmt: skip
     return launch.regime(shape, max(spec.contexts), gpu) if spec.decode else launch.prefill_regime(shape, gpu)
 

@@ -23,5 +23,8 @@ class Backend(Protocol):
     def write(self, key: torch.Tensor, value: torch.Tensor, kv: PagedKV, slot_mapping: torch.Tensor) -> None:
         """Store keys `[N, Hkv, D]` and values `[N, Hkv, Dv]` in slots `[N]`, encoding them on the way."""
 
+    def seal(self, key: torch.Tensor, value: torch.Tensor, kv: PagedKV, batch: BatchMetadata) -> None:
+        """int4 keys: encode the blocks that `batch.tail` names, from `kv.tail` and the new tokens `[N, Hkv, D]`."""
+
     def attend(self, query: torch.Tensor, kv: PagedKV, batch: BatchMetadata, spec: AttentionSpec) -> torch.Tensor:
         """Attention of queries `[N, Hq, D]` over the pages: `[N, Hq, Dv]` in the queries' dtype."""

@@ -40,13 +40,36 @@ class ReferenceBackend:
             v_scale=kv.v_scale,
         )
 
+    def seal(self, key: torch.Tensor, value: torch.Tensor, kv: PagedKV, batch: BatchMetadata) -> None:
+        from ..kernels import reference_seal_kv
+
+        reference_seal_kv(
+            key,
+            value,
+            kv.k_pool,
+            kv.v_pool,
+            k_scale=kv.k_scale,
+            v_scale=kv.v_scale,
+            k_tail=kv.tail.k_pool,
+            v_tail=kv.tail.v_pool,
+            query_start_loc=batch.query_start_loc,
+            seq_lens=batch.seq_lens,
+            block_table=batch.block_table,
+            tail_table=batch.tail.block_table,
+            seal_requests=batch.tail.seal_requests,
+            seal_blocks=batch.tail.seal_blocks,
+        )
+
     def attend(self, query: torch.Tensor, kv: PagedKV, batch: BatchMetadata, spec: AttentionSpec) -> torch.Tensor:
         from ..kernels import reference_rotate_heads
 
         if kv.turn_factor is not None:
             query = reference_rotate_heads(query, kv.turn_factor, divide=False).to(query.dtype)
-        out = query.new_zeros(query.shape[0], query.shape[1], kv.v_pool.shape[-1])
+        out = query.new_zeros(query.shape[0], query.shape[1], kv.value_dim)
         blocks = batch.host_blocks if batch.host_blocks is not None else batch.block_table.tolist()
+        tail_blocks: list[list[int]] = []
+        if kv.tail is not None:
+            tail_blocks = batch.tail.host_blocks or batch.tail.block_table.tolist()
         start = 0
         for request, (new, length) in enumerate(zip(batch.query_lens, batch.host_seq_lens, strict=True)):
             stop = start + new
@@ -57,16 +80,32 @@ class ReferenceBackend:
                 begin = first if spec.window is None else max(first, last - (end - chunk) - spec.window + 1)
                 if begin >= last:
                     continue  # nothing but padding
-                key, value = (
-                    _gather(pool, scale, blocks[request], begin, last, batch.block_size, query.dtype)
-                    for pool, scale in ((kv.k_pool, kv.k_scale), (kv.v_pool, kv.v_scale))
-                )
+                sealed = last if kv.tail is None else min(batch.tail.host_sealed[request], last)
+                parts = []
+                if begin < sealed:
+                    parts.append(_gather_both(kv, blocks[request], begin, sealed, batch.block_size, query.dtype))
+                if sealed < last:
+                    newest = tail_blocks[request], max(begin, sealed), last
+                    parts.append(_gather_both(kv.tail, *newest, batch.block_size, query.dtype))
+                key, value = parts[0] if len(parts) == 1 else (torch.cat(both, 1) for both in zip(*parts, strict=True))
                 out[chunk:end] = _attend(query[chunk:end], key, value, spec, begin, last)
             start = stop
         return out
 
 
-def _gather(pool, scale, blocks: list[int], begin: int, end: int, block_size: int, dtype: torch.dtype) -> torch.Tensor:
+def _gather_both(kv: PagedKV, blocks: list[int], begin: int, end: int, block_size: int, dtype: torch.dtype):
+    """Keys and values of positions begin .. end - 1, as `_gather` gives them."""
+    from ..kernels import decode_keys, decode_values
+
+    return (
+        _gather(kv.k_pool, kv.k_scale, decode_keys, blocks, begin, end, block_size, dtype),
+        _gather(kv.v_pool, kv.v_scale, decode_values, blocks, begin, end, block_size, dtype),
+    )
+
+
+def _gather(
+    pool, scale, decode, blocks: list[int], begin: int, end: int, block_size: int, dtype: torch.dtype
+) -> torch.Tensor:
     """Positions begin .. end - 1 of one request as `[Hkv, end - begin, D]`, decoded."""
     needed = blocks[begin // block_size : -(-end // block_size)]
     skip = begin - begin // block_size * block_size
@@ -78,6 +117,10 @@ def _gather(pool, scale, blocks: list[int], begin: int, end: int, block_size: in
         picked = heads_first[:, needed[0] : needed[0] + len(needed)] if consecutive else heads_first[:, needed]
         return picked.flatten(1, 2)[:, skip : skip + end - begin]
 
+    if pool.dtype == torch.uint8:  # int4, whose groups may run over tokens: decoded in whole blocks
+        return (
+            decode(pool[needed], scale[needed]).permute(2, 0, 1, 3).flatten(1, 2)[:, skip:][:, : end - begin].to(dtype)
+        )
     values = rows(pool)
     if scale is None:
         return values.to(dtype)

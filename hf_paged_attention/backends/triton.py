@@ -31,8 +31,9 @@ class TritonBackend:
         return f"no GPU: Triton does not compile for {device.type}; TRITON_INTERPRET=1 would run the kernels, slowly"
 
     def why_not_this(self, query: torch.Tensor, kv: PagedKV, spec: AttentionSpec) -> str | None:
-        if max(kv.k_pool.shape[-1], kv.v_pool.shape[-1]) > LARGEST_HEAD:
-            return f"head size {max(kv.k_pool.shape[-1], kv.v_pool.shape[-1])} is larger than {LARGEST_HEAD}"
+        head_size = max(query.shape[-1], kv.value_dim)
+        if head_size > LARGEST_HEAD:
+            return f"head size {head_size} is larger than {LARGEST_HEAD}"
         if query.dtype not in (torch.float32, torch.bfloat16, torch.float16):
             return f"queries are {query.dtype}; it takes float32, bfloat16 and float16"
         return None
@@ -49,6 +50,26 @@ class TritonBackend:
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
             turn_factor=kv.turn_factor,
+        )
+
+    def seal(self, key: torch.Tensor, value: torch.Tensor, kv: PagedKV, batch: BatchMetadata) -> None:
+        from ..kernels import seal_kv
+
+        seal_kv(
+            key,
+            value,
+            kv.k_pool,
+            kv.v_pool,
+            k_scale=kv.k_scale,
+            v_scale=kv.v_scale,
+            k_tail=kv.tail.k_pool,
+            v_tail=kv.tail.v_pool,
+            query_start_loc=batch.query_start_loc,
+            seq_lens=batch.seq_lens,
+            block_table=batch.block_table,
+            tail_table=batch.tail.block_table,
+            seal_requests=batch.tail.seal_requests,
+            seal_blocks=batch.tail.seal_blocks,
         )
 
     def attend(self, query: torch.Tensor, kv: PagedKV, batch: BatchMetadata, spec: AttentionSpec) -> torch.Tensor:
@@ -68,6 +89,13 @@ class TritonBackend:
             "v_scale": kv.v_scale,
             "kv_start": batch.kv_start,
         }
+        if kv.tail is not None:
+            arguments |= {
+                "k_tail": kv.tail.k_pool,
+                "v_tail": kv.tail.v_pool,
+                "tail_table": batch.tail.block_table,
+                "sealed_lens": batch.tail.sealed_lens,
+            }
         if batch.max_query_len == 1 and query.shape[0] == batch.seq_lens.shape[0]:
             return decode_attention(query, kv.k_pool, kv.v_pool, turn_factor=kv.turn_factor, **arguments)
         if kv.turn_factor is not None:

@@ -6,8 +6,9 @@ from dataclasses import replace
 
 import torch
 
-from ..types import BatchMetadata
+from ..types import BatchMetadata, TailBatch
 from .table import BlockCopy, BlockTable, to_device
+from .tail import TailTable
 
 
 class ForwardPass:
@@ -20,8 +21,23 @@ class ForwardPass:
         self.valid = valid  # bool [batch, width] on the CPU, False for padding; None when all are real
         self.entered: set[int] = set()  # layers that have brought their tokens
         self.copies: dict[int | None, list[BlockCopy]] = {}
+        self.tail_copies: list[BlockCopy] = []
+        self._tail: TailTable | None = None
+        self._sealed_before: list[int] = []
+        self._tails: dict[torch.device, TailBatch] = {}
         self._metadata: dict[tuple[int | None, torch.device, int], BatchMetadata] = {}
         self._token_index: dict[tuple[torch.device, int], torch.Tensor] = {}
+
+    def extend_tail(self, tail: TailTable) -> None:
+        """Let the tail grow by the pass's tokens; see `TailTable.extend`."""
+        self._tail, self._sealed_before = tail, list(tail.sealed)
+        self.tail_copies = tail.extend(self.lengths, self.query_lens)
+
+    def undo_tail(self) -> None:
+        """The pass did not reach every layer: what it sealed counts as not sealed."""
+        if self._tail is not None:
+            self._tail.undo(self.tail_copies)
+            self._tail.sealed = self._sealed_before
 
     def metadata(self, table: BlockTable, device: torch.device, width: int) -> BatchMetadata:
         """What the kernels are told of the newest `width` columns: those of the pass, or fewer.
@@ -92,4 +108,33 @@ class ForwardPass:
             host_seq_lens=seq_lens,
             # A snapshot: blocks behind the window may be given back before the pass's last reader is through.
             host_blocks=[list(row) for row in table.rows] if device.type == "cpu" else None,
+            tail=None if self._tail is None else self._tail_batch(device),
         )
+
+    def _tail_batch(self, device: torch.device) -> TailBatch:
+        """The same for the layers of every window."""
+        if device in self._tails:
+            return self._tails[device]
+        tail, size, rows = self._tail, self._tail.block_size, len(self.lengths)
+        seals = [
+            (row, block)
+            for row in range(rows)
+            for block in range(self._sealed_before[row] // size, tail.sealed[row] // size)
+        ]
+        numbers = to_device(torch.tensor([*tail.sealed, *sum(zip(*seals, strict=True), ())], dtype=torch.int32), device)
+        slots = [
+            tail.slots(row, length, new).masked_fill_(torch.arange(length, length + new) < tail.sealed[row], -1)
+            for row, (length, new) in enumerate(zip(self.lengths, self.query_lens, strict=True))
+            if new
+        ]
+        slots = torch.cat(slots or [torch.zeros(0, dtype=torch.long)])
+        self._tails[device] = TailBatch(
+            sealed_lens=numbers[:rows],
+            block_table=tail.tensor(device),
+            slot_mapping=to_device(slots, device) if (slots >= 0).any() else None,
+            seal_requests=numbers[rows : rows + len(seals)],
+            seal_blocks=numbers[rows + len(seals) :],
+            host_sealed=list(tail.sealed),
+            host_blocks=[list(row) for row in tail.rows] if device.type == "cpu" else None,
+        )
+        return self._tails[device]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import Any
 
 import torch
@@ -9,23 +10,28 @@ from transformers.cache_utils import Cache, CacheLayerMixin
 
 from ..backends import check_backend_name
 from ..compat import cannot_crop, heads_of_layers, transformers_layer
-from .formats import get_format
+from ..kernels.int4 import GROUP
+from .formats import AS_THEY_ARRIVE, CacheFormat, get_format
 from .hybrid import PagedHybridLayer
 from .layer import PagedLayer
 from .options import Options
 from .plan import KEYS_IN_BLOCKS, BuiltFor, plan_of, watch_of
-from .sequences import Sequences
+from .sequences import Beginning, Sequences
 
 DEFAULT_BLOCK_SIZE = 64
 
 
 class PagedCache(Cache):
-    """A Transformers cache whose keys and values lie in blocks, optionally in 8 bits.
+    """A Transformers cache whose keys and values lie in blocks, optionally in 8 or 4 bits.
 
     Args:
         config: the model's config (or its text part).
-        kv_dtype: "auto" (as keys and values arrive), "bf16", "fp16", "int8" or "fp8" (e4m3), both with
-            turned keys and one scale a token and KV head.
+        kv_dtype: "auto" (as keys and values arrive), "bf16", "fp16", "int8" or "fp8" (e4m3), both with turned keys and
+            one scale a token and KV head, or "int4", with a scale and a zero point for 32 tokens of a key's channel and
+            for 32 channels of a value; the newest 64 tokens of each sequence, and those of a block that is not full,
+            are then held as they arrived. A pair stores keys and values differently: ("int8", "int4").
+        exact_layers: layers that store keys and values as they arrive whatever kv_dtype says, by their index in the
+            cache; negative ones count from the last: (0, -1).
         block_size: tokens a block, a power of two from 16 to 256; None picks the default, 64.
         max_blocks: bound of the blocks of one layer; None: as many as memory holds.
         dtype: the dtype in which keys will arrive, for `bytes_per_token` before the first forward pass.
@@ -51,7 +57,8 @@ class PagedCache(Cache):
         self,
         config: Any,
         *,
-        kv_dtype: str = "auto",
+        kv_dtype: str | tuple[str, str] = "auto",
+        exact_layers: Sequence[int] = (),
         block_size: int | None = None,
         max_blocks: int | None = None,
         dtype: torch.dtype | None = None,
@@ -62,24 +69,35 @@ class PagedCache(Cache):
         format = get_format(kv_dtype)
         check_backend_name(backend)
         _check_arguments(config, block_size, max_blocks, dtype)
+        _check_groups(kv_dtype, format, block_size or DEFAULT_BLOCK_SIZE)
         self.text_config = config.get_text_config(decoder=True)
-        self.kv_dtype = kv_dtype
+        self.kv_dtype = format.name
         self.dtype = dtype
         self.block_size = block_size or DEFAULT_BLOCK_SIZE
         self._plan = plan = plan_of(self.text_config)
         windows = [argument[0] if kind == "hybrid" else argument for kind, argument in plan if kind in KEYS_IN_BLOCKS]
+        self.exact_layers = _layer_indices(exact_layers, len(plan))
+        formats = [AS_THEY_ARRIVE if index in self.exact_layers else format for index in range(len(plan))]
         options = Options(backend, on_unsupported)
         self.sequences = Sequences(
-            self.block_size, set(windows), max_blocks, len(windows), options, prefix_caching=prefix_caching
+            self.block_size,
+            set(windows),
+            max_blocks,
+            len(windows),
+            options,
+            prefix_caching=prefix_caching,
+            has_tail=any(
+                each.needs_tail for each, (kind, _) in zip(formats, plan, strict=True) if kind in KEYS_IN_BLOCKS
+            ),
         )
         self.sequences.built_for = BuiltFor(self.text_config)
         layers: list[Any] = []
-        for kind, argument in plan:
+        for (kind, argument), layer_format in zip(plan, formats, strict=True):
             index = sum(isinstance(layer, PagedLayer) for layer in layers)
             if kind == "paged":
-                layers.append(PagedLayer(index, self.sequences, format, argument))
+                layers.append(PagedLayer(index, self.sequences, layer_format, argument))
             elif kind == "hybrid":
-                layers.append(PagedHybridLayer(index, self.sequences, format, *argument))
+                layers.append(PagedHybridLayer(index, self.sequences, layer_format, *argument))
             else:
                 layers.append(transformers_layer(kind, argument))
         self.format = format
@@ -177,6 +195,8 @@ class PagedCache(Cache):
             table = layer.table
             blocks = table.capacity_for(self.sequences.lengths, tokens, self.sequences.keeps_past)
             layer.storage.ensure(max(blocks, layer.storage.num_blocks), table.pool.max_blocks)
+            if self.sequences.tail is not None:
+                layer.storage.ensure_tail(self.sequences.tail.capacity_one_by_one())
 
     def reset(self, keep_prefixes: bool = False) -> None:
         """Forget every sequence and give all blocks back, but those that keep_prefixes=True leaves to be found."""
@@ -221,11 +241,18 @@ class PagedCache(Cache):
         rows = []
         for blocks, length in zip(found, lengths, strict=True):
             needed = blocks[: -(-length // self.block_size)]
-            rows.append({window: [by_table[window] for by_table in needed] for window in self.sequences.tables})
+            blocks = {window: [by_table[window] for by_table in needed] for window in self.sequences.tables}
+            rows.append(Beginning(blocks, sealed=len(needed) * self.block_size))
         valid = torch.arange(columns).unsqueeze(0) >= torch.tensor(padding).unsqueeze(1)
-        self.sequences.adopt(rows, lengths, valid)
+        self.adopt(rows, lengths, valid)
         self.sequences.remember(prompts)
         return columns
+
+    def adopt(self, rows: list[Beginning], lengths: list[int], valid: torch.Tensor) -> None:
+        """Begin with stored blocks; see `Sequences.adopt`."""
+        opened = self.sequences.adopt(rows, lengths, valid)
+        for layer in self._paged:
+            layer.unseal(opened)
 
     def remember(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> None:
         """Make the full blocks of the present rows findable by their tokens `[B, T]`, T at least what is stored."""
@@ -235,6 +262,9 @@ class PagedCache(Cache):
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens of each row.
+
+        With int4 keys the newest 64 tokens are held as they arrived, and a crop of fewer goes on from those. A larger
+        one may end in a block that was encoded: its tokens then go on as what their codes say.
 
         Raises, changing nothing, `ValueError` for a positive number and `RuntimeError` where a sliding layer no longer
         has the keys or a linear-attention layer its state.
@@ -248,7 +278,9 @@ class PagedCache(Cache):
             reason = cannot_crop(layer) if tokens_to_remove else None
             if reason:
                 raise RuntimeError(f"crop({tokens_to_remove}) on a {type(layer).__name__}: {reason}.")
-        self.sequences.crop(-tokens_to_remove)
+        opened = self.sequences.crop(-tokens_to_remove)
+        for layer in self._paged:
+            layer.unseal(opened)
         for layer in self._others:
             layer.crop(tokens_to_remove)
 
@@ -286,7 +318,10 @@ class PagedCache(Cache):
 
     @property
     def bytes_per_token(self) -> int:
-        """Bytes that one token takes in all paged layers, scales included."""
+        """Bytes that one token takes in all paged layers, scales and zero points included.
+
+        With int4 keys those of a token that is encoded; the newest ones are held as they arrived, beside the others.
+        """
         return sum(self._bytes_per_token(layer) for layer in self._paged)
 
     def _bytes_per_token(self, layer: PagedLayer) -> int:
@@ -295,7 +330,7 @@ class PagedCache(Cache):
         config = self.text_config
         heads, dim = heads_of_layers(config)[self.layers.index(layer)]
         arriving = self.dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
-        return heads * self.format.bytes_per_head(dim, dim, arriving)
+        return heads * layer.format.bytes_per_head(dim, dim, arriving)
 
     def stats(self) -> dict[str, Any]:
         """Numbers of the moment, over all paged layers.
@@ -303,14 +338,21 @@ class PagedCache(Cache):
         `blocks_used`, `blocks_free`, `blocks_shared` count a block once a layer; `bytes_used` are those of the blocks
         in use and `bytes_reserved` those of the pools; `tokens` are those of all rows (padding is not stored);
         `fragmentation` is the share of the slots in use that hold no token (1 - tokens / slots; shared blocks make it
-        negative), for the layers that keep every token.
+        negative), for the layers that keep every token. `tail_blocks` are those of int4 keys' newest tokens, held as
+        they arrived beside the others; their bytes are in `bytes_used`.
         """
-        used = free = shared = bytes_used = reserved = 0
+        used = free = shared = bytes_used = reserved = tail_blocks = 0
         for layer in self._paged:
             pool = layer.table.pool
             used, free, shared = used + pool.num_used, free + pool.num_free, shared + pool.num_shared
             bytes_used += pool.num_used * self.block_size * self._bytes_per_token(layer)
-            reserved += layer.storage.bytes if layer.storage is not None else 0
+            if layer.storage is not None:
+                reserved += layer.storage.bytes
+                if layer.format.needs_tail:
+                    tail_blocks += self.sequences.tail.pool.num_used
+                    bytes_used += (
+                        self.sequences.tail.pool.num_used * self.block_size * layer.storage.tail_bytes_per_token
+                    )
         tokens = sum(self.sequences.lengths)
         full = self.sequences.tables.get(None)
         slots = full.pool.num_used * self.block_size if full is not None else 0
@@ -318,6 +360,7 @@ class PagedCache(Cache):
             "blocks_used": used,
             "blocks_free": free,
             "blocks_shared": shared,
+            "tail_blocks": tail_blocks,
             "bytes_used": bytes_used,
             "bytes_reserved": reserved,
             "bytes_per_token": self.bytes_per_token,
@@ -342,6 +385,27 @@ def real_tokens(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) ->
         raise ValueError("attention_mask has padding behind real tokens; prefixes are found in left-padded ones only.")
     padding = (real.int().cumsum(1) == 0).sum(1).tolist()
     return [row[pad:] for row, pad in zip(rows, padding, strict=True)], padding
+
+
+def _check_groups(kv_dtype: Any, format: CacheFormat, block_size: int) -> None:
+    if format.key.packed and block_size < GROUP:
+        raise ValueError(
+            f"block_size={block_size} is too small for kv_dtype={kv_dtype!r}: int4 keys are encoded {GROUP} tokens "
+            f"together, in one block. Use block_size={GROUP} or more, or None for the default of {DEFAULT_BLOCK_SIZE}."
+        )
+
+
+def _layer_indices(exact_layers: Any, layers: int) -> frozenset[int]:
+    given = list(exact_layers) if isinstance(exact_layers, (tuple, list, set, frozenset, range)) else None
+    if given is None or any(not isinstance(index, int) or isinstance(index, bool) for index in given):
+        raise ValueError(f"exact_layers={exact_layers!r} must be a sequence of layer indices, such as (0, -1).")
+    for index in given:
+        if not -layers <= index < layers:
+            raise ValueError(
+                f"exact_layers={exact_layers!r} names layer {index}, but the cache has {layers} layers: give indices "
+                f"from {-layers} to {layers - 1}."
+            )
+    return frozenset(index % layers for index in given)
 
 
 def _check_arguments(config: Any, block_size: Any, max_blocks: Any, dtype: Any) -> None:

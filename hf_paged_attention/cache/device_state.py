@@ -7,10 +7,15 @@ without waiting, when they changed. Everything else of a step happens on the dev
 
 from __future__ import annotations
 
+from typing import Any
+
 import torch
 
 from .sequences import Sequences
 from .table import BlockTable, to_device
+from .tail import EXACT_TOKENS
+
+TAIL = "tail"  # beside the windows, by which the tables of keys that stay are known
 
 
 class DeviceState:
@@ -22,15 +27,25 @@ class DeviceState:
         self.block_size = sequences.block_size
         self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)  # stored tokens, the step's own included
         self.columns = torch.zeros((), dtype=torch.int64, device=device)  # Transformers' sequence length
-        self.tables = {
+        self.tables: dict[Any, torch.Tensor] = {
             window: torch.zeros(rows, width, dtype=torch.int32, device=device) for window in sequences.tables
         }
-        self.slots = {window: torch.zeros(rows, dtype=torch.int64, device=device) for window in sequences.tables}
+        self.slots: dict[Any, torch.Tensor] = {
+            window: torch.zeros(rows, dtype=torch.int64, device=device) for window in sequences.tables
+        }
         self.query_start_loc = torch.arange(rows + 1, dtype=torch.int32, device=device)
+        # int4 keys: how far each row is encoded, and the block that the step encodes, or -1.
+        self.sealed_lens = self.seal_blocks = None
+        if sequences.tail is not None:
+            self.tables[TAIL] = torch.zeros(rows, width, dtype=torch.int32, device=device)
+            self.slots[TAIL] = torch.zeros(rows, dtype=torch.int64, device=device)
+            self.sealed_lens = torch.zeros(rows, dtype=torch.int32, device=device)
+            self.seal_blocks = torch.full((rows,), -1, dtype=torch.int32, device=device)
+            self.requests = torch.arange(rows, dtype=torch.int32, device=device)
         for table in self.tables.values():
             # A compiled step must serve any table width, or each prompt length would compile it anew.
             torch._dynamo.maybe_mark_dynamic(table, 1)
-        self._versions: dict[int | None, int] = {}
+        self._versions: dict[Any, int] = {}
         self.restart(sequences)
 
     def restart(self, sequences: Sequences) -> None:
@@ -39,10 +54,16 @@ class DeviceState:
         self.seq_lens.copy_(to_device(lengths, self.seq_lens.device), non_blocking=True)
         self.columns.fill_(sequences.columns)
         self._versions = {}
-        self.follow(sequences.tables)
+        self.follow(sequences)
+        if sequences.tail is not None:
+            sealed = torch.tensor(sequences.tail.sealed, dtype=torch.int32)
+            self.sealed_lens.copy_(to_device(sealed, self.sealed_lens.device), non_blocking=True)
 
-    def follow(self, tables: dict[int | None, BlockTable]) -> None:
+    def follow(self, sequences: Sequences) -> None:
         """Copy the tables that changed on the host since the last call."""
+        tables: dict[Any, BlockTable] = dict(sequences.tables)
+        if sequences.tail is not None:
+            tables[TAIL] = sequences.tail
         for window, table in tables.items():
             if self._versions.get(window) != table.version:
                 table.copy_into(self.tables[window])
@@ -58,3 +79,8 @@ class DeviceState:
         for window, table in self.tables.items():
             block = table.gather(1, index).squeeze(1).to(torch.int64)
             self.slots[window].copy_(block * self.block_size + offset)
+        if self.sealed_lens is not None:
+            full = (self.seq_lens - EXACT_TOKENS).clamp_min(0) // self.block_size * self.block_size
+            sealed = torch.maximum(self.sealed_lens, full)
+            self.seal_blocks.copy_(torch.where(sealed > self.sealed_lens, self.sealed_lens // self.block_size, -1))
+            self.sealed_lens.copy_(sealed)

@@ -1,38 +1,73 @@
 """The storage formats: what a key or value is stored as, and what that costs.
 
-`int8` and `fp8` keep one float32 scale a token and KV head, for keys and for values. A key's scale then multiplies
-its column of scores, a value's its column of probabilities: readers never rescale a tile.
+Keys and values may be stored in different formats. `int8` and `fp8` keep one float32 scale a token and KV head. A key's
+scale then multiplies its column of scores, a value's its column of probabilities: readers never rescale a tile.
 
 Their keys are *turned* first, and queries with them, so that q·k is unchanged: each channel of a KV head is divided by
 a factor, and a Hadamard matrix then mixes the channels (kernels/rotate.py). A few channels of trained models' keys are
 ten or a hundred times the others, and would take all the resolution of a scale that the whole head shares. The factor
 is a power, `EVENNESS`, of the channel's largest magnitude: that share of the imbalance goes to the queries, which are
 not quantised (SmoothQuant, arXiv:2211.10438, eq. 4), and the matrix spreads the rest (QuaRot, arXiv:2404.00456).
+
+`int4` (kernels/int4.py) gives each channel of the keys a scale and a zero point over 32 tokens, so that outlier
+channels cost nothing and keys need no turning. A group of keys can be encoded once all its tokens are there: the
+newest, unfinished block of a sequence is kept as it arrived (cache/tail.py).
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from ..kernels.int4 import GROUP, value_groups
 
 
 @dataclass(frozen=True)
 class Format:
-    """How one cache stores keys and values."""
+    """How keys, or values, are stored."""
 
     name: str
     dtype: torch.dtype | None  # None: as they arrive
-    scaled: bool = False
+    scaled: bool = False  # one float32 scale a token and head
     turns_keys: bool = False
+    packed: bool = False  # two elements a byte; a float16 scale and zero point a group
 
     def storage_dtype(self, arriving: torch.dtype) -> torch.dtype:
         return self.dtype or arriving
 
+    def row(self, dim: int) -> int:
+        """Elements of the storage dtype that a vector of `dim` channels takes."""
+        return dim // 2 if self.packed else dim
+
+
+@dataclass(frozen=True)
+class CacheFormat:
+    """How one layer of a cache stores keys and values."""
+
+    key: Format
+    value: Format
+
+    @property
+    def name(self) -> str | tuple[str, str]:
+        return self.key.name if self.key is self.value else (self.key.name, self.value.name)
+
+    @property
+    def needs_tail(self) -> bool:
+        """Whether the newest tokens wait, as they arrived, until their block is full: keys come in groups of tokens."""
+        return self.key.packed
+
     def bytes_per_head(self, key_dim: int, value_dim: int, arriving: torch.dtype) -> int:
-        """Bytes of one token's key and value in one KV head, scales included."""
-        item = torch.empty(0, dtype=self.storage_dtype(arriving)).element_size()
-        return (key_dim + value_dim) * item + (2 * 4 if self.scaled else 0)
+        """Bytes of one token's key and value in one KV head, scales and zero points included."""
+        total = 0
+        for format, dim in ((self.key, key_dim), (self.value, value_dim)):
+            total += format.row(dim) * format.storage_dtype(arriving).itemsize + (4 if format.scaled else 0)
+        if self.key.packed:
+            total += 2 * 2 * key_dim // GROUP
+        if self.value.packed:
+            total += 2 * 2 * value_groups(value_dim)
+        return total
 
 
 FORMATS = {
@@ -41,14 +76,23 @@ FORMATS = {
     "fp16": Format("fp16", torch.float16),
     "int8": Format("int8", torch.int8, scaled=True, turns_keys=True),
     "fp8": Format("fp8", torch.float8_e4m3fn, scaled=True, turns_keys=True),
+    "int4": Format("int4", torch.uint8, packed=True),
 }
+AS_THEY_ARRIVE = CacheFormat(FORMATS["auto"], FORMATS["auto"])
 
 
-def get_format(kv_dtype: str) -> Format:
-    """The format named `kv_dtype`; a `ValueError` that lists the names if there is none."""
-    if kv_dtype not in FORMATS:
-        raise ValueError(f"kv_dtype={kv_dtype!r} is not a cache format. Use one of {', '.join(map(repr, FORMATS))}.")
-    return FORMATS[kv_dtype]
+def get_format(kv_dtype: Any) -> CacheFormat:
+    """The format named `kv_dtype`: one name, or a pair of names, the keys' and the values'.
+
+    Raises `ValueError`, listing the names, if there is no such format.
+    """
+    names = kv_dtype if isinstance(kv_dtype, (tuple, list)) else (kv_dtype, kv_dtype)
+    if len(names) != 2 or not all(isinstance(name, str) and name in FORMATS for name in names):
+        raise ValueError(
+            f"kv_dtype={kv_dtype!r} is not a cache format. Use one of {', '.join(map(repr, FORMATS))}, or a pair of "
+            "them, (keys, values)."
+        )
+    return CacheFormat(*(FORMATS[name] for name in names))
 
 
 # Below this share of the head's mean magnitude a channel's factor is not lowered further: a channel that was all but

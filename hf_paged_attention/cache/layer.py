@@ -12,10 +12,11 @@ from transformers.cache_utils import CacheLayerMixin
 from ..kernels import quantize, reference_rotate_heads, unrotate_heads
 from ..types import BatchMetadata, PagedKV
 from .batch import ForwardPass
-from .formats import Format
+from .formats import CacheFormat
 from .sequences import Sequences
 from .storage import Storage
 from .table import BlockTable
+from .tail import Unsealed
 
 # Which layer's keys the code that is being traced holds. A compiler follows a thread's own variable, not an attribute
 # of a tensor; outside of tracing nothing reads it.
@@ -32,7 +33,7 @@ class PagedLayer(CacheLayerMixin):
     is_croppable = True
     supports_early_init = False
 
-    def __init__(self, index: int, sequences: Sequences, format: Format, window: int | None):
+    def __init__(self, index: int, sequences: Sequences, format: CacheFormat, window: int | None):
         super().__init__()
         self.index = index  # among the paged layers of the cache
         self.sequences = sequences
@@ -153,8 +154,11 @@ class PagedLayer(CacheLayerMixin):
             self._arrived = None
             raise
 
-    def store(self, key: torch.Tensor, value: torch.Tensor, step: ForwardPass, batch: BatchMetadata, write_kv) -> None:
-        """Write the real tokens' keys `[N, Hkv, D]` and values `[N, Hkv, Dv]` into their slots."""
+    def store(self, key: torch.Tensor, value: torch.Tensor, step: ForwardPass, batch: BatchMetadata, backend) -> None:
+        """Let the backend write the real tokens' keys `[N, Hkv, D]` and values `[N, Hkv, Dv]`.
+
+        They go into their slots, or into the tail and the blocks that they complete.
+        """
         self._arrived = None
         self.sequences.awaited = None
         self.storage.ensure(self.table.pool.capacity, self.table.pool.max_blocks)
@@ -165,9 +169,32 @@ class PagedLayer(CacheLayerMixin):
             previous = self.storage.fit(key)
             if previous is not None:
                 self._encode_anew(previous)
-        if key.shape[0]:
-            write_kv(key, value, self.storage.kv(), batch.slot_mapping)
+        if self.format.needs_tail:
+            self._store_in_tail(key, value, step, batch, backend)
+        elif key.shape[0]:
+            backend.write(key, value, self.storage.kv(), batch.slot_mapping)
         self.sequences.leave(self.index)
+
+    def _store_in_tail(self, key, value, step: ForwardPass, batch: BatchMetadata, backend) -> None:
+        self.storage.ensure_tail(self.sequences.tail.pool.capacity)
+        if step.tail_copies:
+            copies = step.tail_copies
+            self.storage.copy_tail_blocks([copy.source for copy in copies], [copy.destination for copy in copies])
+        if not key.shape[0]:
+            return
+        kv = self.storage.kv()
+        if batch.tail.slot_mapping is not None:
+            backend.write(key, value, kv.tail, batch.tail.slot_mapping)
+        if batch.tail.seal_blocks.shape[0]:
+            backend.seal(key, value, kv, batch)
+
+    def unseal(self, opened: list[Unsealed]) -> None:
+        """Decode the blocks that a crop opened into the tail."""
+        if not self.format.needs_tail or not opened:
+            return
+        self.storage.ensure_tail(self.sequences.tail.pool.capacity)
+        rows = self.table.rows
+        self.storage.unseal([rows[each.row][each.index] for each in opened], [each.block for each in opened])
 
     def kv(self) -> PagedKV:
         return self.storage.kv()

@@ -8,6 +8,7 @@ pass, so that an exception half-way loses nothing: the next pass drops what the 
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import dataclass, field
 from typing import TYPE_CHECKING
 
 import torch
@@ -15,7 +16,8 @@ import torch
 from .batch import ForwardPass
 from .options import Options
 from .prefixes import PrefixIndex
-from .table import BlockTable
+from .table import FREED, BlockTable
+from .tail import TailTable, Unsealed
 
 if TYPE_CHECKING:
     from .device_state import DeviceState
@@ -28,8 +30,20 @@ RIGHT_PADDING = (
 )
 
 
+@dataclass
+class Beginning:
+    """Stored blocks that a row can begin with: by the window of their table, and those of the tail."""
+
+    blocks: dict[int | None, list[int]]
+    tail: list[int] = field(default_factory=list)  # FREED where the block is sealed; empty: all are
+    sealed: int = 0  # tokens
+
+
 class Sequences:
-    """Rows of a batch for `num_layers` paged layers with the given windows (None: full attention)."""
+    """Rows of a batch for `num_layers` paged layers with the given windows (None: full attention).
+
+    has_tail: some layer encodes its keys in groups of tokens, so that the newest ones wait (tail.py).
+    """
 
     def __init__(
         self,
@@ -39,10 +53,12 @@ class Sequences:
         num_layers: int,
         options: Options | None = None,
         prefix_caching: bool = False,
+        has_tail: bool = False,
     ):
         self.options = options or Options()
         self.block_size = block_size
         self.tables = {window: BlockTable(block_size, window, max_blocks) for window in windows}
+        self.tail = TailTable(block_size) if has_tail else None
         # With an index, sliding layers keep what lies behind their windows: a later prompt may part from this one
         # there.
         self.prefixes = PrefixIndex(self.tables, block_size) if prefix_caching else None
@@ -128,6 +144,8 @@ class Sequences:
         self.progress[layer] = self._columns
         if self.columns == self._columns:
             self._laggards = []
+            if self.tail is not None:
+                self.tail.release_sealed()
             if not self.keeps_past:
                 self._release_behind_windows()
 
@@ -136,7 +154,7 @@ class Sequences:
         first = self.batch_size is None
         if first:
             self.lengths = [0] * batch_size
-            for table in self.tables.values():
+            for table in self._all_tables:
                 table.start(batch_size)
         try:
             for window, table in self.tables.items():
@@ -150,6 +168,8 @@ class Sequences:
         step = ForwardPass(list(self.lengths), query_lens, width, valid)
         for window, table in self.tables.items():
             step.copies[window] = table.extend(self.lengths, query_lens)
+        if self.tail is not None:
+            step.extend_tail(self.tail)
         self.current = step
         self.lengths = [length + new for length, new in zip(self.lengths, query_lens, strict=True)]
         self._columns += width
@@ -217,6 +237,7 @@ class Sequences:
         self._laggards = laggards
         for window, copies in self.current.copies.items():
             self.tables[window].undo(copies)
+        self.current.undo_tail()
         self._take_back(lagging)
 
     def enter_together(self) -> None:
@@ -226,6 +247,8 @@ class Sequences:
         next token goes to (`shares_next_block`): nobody would make the copy.
         """
         self._drop_unfinished()
+        if self.tail is not None:
+            self.tail.release_sealed()
         if not self.keeps_past:
             self._release_behind_windows()
         self._begin(self.batch_size, 1, None)
@@ -238,18 +261,21 @@ class Sequences:
         """Whether the next token of some row would go to a block that another row holds too."""
         return any(
             table.pool.is_shared(row[length // self.block_size])
-            for table in self.tables.values()
+            for table in self._all_tables
             for row, length in zip(table.rows, self.lengths, strict=True)
             if length // self.block_size < len(row)
         )
 
     # Changes between passes -----------------------------------------------------------------------------------------
 
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove the newest `tokens_to_remove` columns (0: only give back what lies behind the windows)."""
+    def crop(self, tokens_to_remove: int) -> list[Unsealed]:
+        """Remove the newest `tokens_to_remove` columns (0: only give back what lies behind the windows).
+
+        Returns the blocks whose tokens every layer must decode into the tail before the next pass.
+        """
         self._drop_unfinished()
         if self.batch_size is None:
-            return
+            return []
         removed = min(tokens_to_remove, self._columns)
         lengths = self._lengths_without(removed)
         for table in self.tables.values():
@@ -261,6 +287,7 @@ class Sequences:
                     )
         self._take_back(removed)
         self._release_behind_windows()
+        return self._unseal()
 
     def select(self, indices: list[int]) -> None:
         """Row i becomes what row `indices[i]` was; blocks are shared, not copied."""
@@ -270,7 +297,7 @@ class Sequences:
         out_of_range = [index for index in indices if not -self.batch_size <= index < self.batch_size]
         if out_of_range:
             raise IndexError(f"indices {out_of_range} are out of range for a cache of {self.batch_size} sequences.")
-        for table in self.tables.values():
+        for table in self._all_tables:
             table.select(indices)
         self.lengths = [self.lengths[index] for index in indices]
         if self._tokens:
@@ -279,31 +306,49 @@ class Sequences:
         self.batch_size = len(indices)
         self.current = None
 
-    def adopt(self, rows: list[dict[int | None, list[int]]], lengths: list[int], valid: torch.Tensor) -> None:
-        """Begin with stored blocks: row r holds `lengths[r]` tokens in the blocks `rows[r]`, by table.
+    def adopt(self, rows: list[Beginning], lengths: list[int], valid: torch.Tensor) -> list[Unsealed]:
+        """Begin with stored blocks: row r holds `lengths[r]` tokens in the blocks of `rows[r]`.
 
         valid: bool `[len(rows), columns]` on the CPU, whose row r has `lengths[r]` real columns. Replaces the present
-        rows.
+        rows. Returns what `crop` returns.
         """
         for row in rows:
-            for window, blocks in row.items():
+            for window, blocks in row.blocks.items():
                 for block in blocks:
                     self.tables[window].pool.share(block)
+            for block in row.tail:
+                if block != FREED:
+                    self.tail.pool.share(block)
         self._clear_tables()
         self._forget()
         for window, table in self.tables.items():
             table.start(len(rows))
-            table.rows = [list(row[window]) for row in rows]
+            table.rows = [list(row.blocks[window]) for row in rows]
+        if self.tail is not None:
+            blocks = [-(-length // self.block_size) for length in lengths]
+            self.tail.adopt(
+                [row.tail or [FREED] * count for row, count in zip(rows, blocks, strict=True)],
+                [row.sealed for row in rows],
+            )
         self.batch_size, self.lengths = len(rows), list(lengths)
         self._columns = valid.shape[1]
         self.progress = [self._columns] * self.num_layers
         self._segments = [(self._columns, None if valid.all() else valid)]
         self._release_behind_windows()
+        return self._unseal()
 
     def row_blocks(self, row: int, length: int | None = None) -> dict[int | None, list[int]]:
         """The blocks of a row's first `length` tokens (all of them if None), by table."""
         tokens = self.lengths[row] if length is None else length
         return {window: table.rows[row][: -(-tokens // self.block_size)] for window, table in self.tables.items()}
+
+    def beginning(self, row: int, length: int) -> Beginning:
+        """A row's first `length` tokens, for `adopt`."""
+        blocks = self.row_blocks(row, length)
+        if self.tail is None:
+            return Beginning(blocks)
+        count = -(-length // self.block_size)
+        return Beginning(blocks, self.tail.rows[row][:count], min(self.tail.sealed[row], count * self.block_size))
 
     def remember(self, tokens: list[list[int]]) -> None:
         """Let later prompts find the rows' full blocks by their stored tokens, told here, one list a row."""
@@ -311,7 +356,8 @@ class Sequences:
             return
         self._tokens = [told[:length] for told, length in zip(tokens, self.lengths, strict=True)]
         for row, told in enumerate(self._tokens):
-            self.prefixes.insert(told, self.row_blocks(row))
+            stored = self.lengths[row] if self.tail is None else self.tail.sealed[row]
+            self.prefixes.insert(told[:stored], self.row_blocks(row))
 
     def known_tokens(self) -> list[list[int]] | None:
         """The stored tokens of each row; None where nobody told them."""
@@ -342,7 +388,7 @@ class Sequences:
         self._columns -= columns
         self.progress = [min(done, self._columns) for done in self.progress]
         self.current = None
-        for table in self.tables.values():
+        for table in self._all_tables:
             table.truncate(self.lengths)
         if self._columns == 0:
             self._clear_tables()
@@ -366,6 +412,17 @@ class Sequences:
         for table in self.tables.values():
             table.release_behind_window(self.lengths)
 
+    @property
+    def _all_tables(self) -> list[BlockTable]:
+        return [*self.tables.values(), *([] if self.tail is None else [self.tail])]
+
+    def _unseal(self) -> list[Unsealed]:
+        if self.tail is None or self.batch_size is None:
+            return []
+        opened = self.tail.unseal(self.lengths)
+        self.tail.release_sealed()
+        return opened
+
     def _clear_tables(self) -> None:
-        for table in self.tables.values():
+        for table in self._all_tables:
             table.clear()

@@ -1,4 +1,4 @@
-"""The tensors of one layer: pools of keys and values, their scales, and the keys' turn factor.
+"""The tensors of one layer: pools of keys and values, their scales, the keys' turn factor, and the tail.
 
 In memory a pool is head-outermost, `[Hkv, num_blocks, block_size, D]`: a head's block is one contiguous piece, and
 blocks that follow one another can be read as one. 8-bit values on a GPU lie transposed in their block, `[Hkv,
@@ -10,8 +10,10 @@ from __future__ import annotations
 
 import torch
 
+from ..kernels import decode_keys, decode_values
+from ..kernels.int4 import GROUP, value_groups
 from ..types import PagedKV
-from .formats import Format, turn_factor
+from .formats import CacheFormat, Format, turn_factor
 
 # Pools grow by this share at least, so that a long generation copies each token a bounded number of times.
 GROWTH = 1 / 8
@@ -24,21 +26,24 @@ TOKENS_TO_FIT = 64
 Memory = tuple["torch.Tensor | None", ...]
 
 
-def values_by_slot(format_is_scaled: bool, device: torch.device) -> bool:
+def values_by_slot(value: Format, device: torch.device) -> bool:
     """Whether values lie transposed in their block."""
-    return format_is_scaled and device.type == "cuda"
+    return value.scaled and device.type == "cuda"
 
 
 def views(memory: Memory) -> PagedKV:
-    """What backends see of (keys, values, key scales, value scales, turn factor) as they lie in memory."""
-    keys, values, key_scales, value_scales, factor = memory
-    by_slot = values_by_slot(key_scales is not None, keys.device)
+    """What backends see of (keys, values, key scales, value scales, turn factor, tail keys, tail values) as they lie in
+    memory."""
+    keys, values, key_scales, value_scales, factor, tail_keys, tail_values = memory
+    # Only 8-bit values have one scale a slot.
+    by_slot = value_scales is not None and value_scales.dim() == 3 and values.device.type == "cuda"
     return PagedKV(
         keys.movedim(0, 2),
         values.permute(1, 3, 0, 2) if by_slot else values.movedim(0, 2),
         None if key_scales is None else key_scales.movedim(0, 2),
         None if value_scales is None else value_scales.movedim(0, 2),
         factor,
+        None if tail_keys is None else PagedKV(tail_keys.movedim(0, 2), tail_values.movedim(0, 2)),
     )
 
 
@@ -48,8 +53,11 @@ class Storage:
     # Memory is allocated as normal tensors under torch.inference_mode() too: what that mode allocates cannot be written
     # outside of it, and a cache outlives a call.
     @torch.inference_mode(False)
-    def __init__(self, format: Format, block_size: int, key: torch.Tensor, value: torch.Tensor):
-        """key `[B, Hkv, T, D]` and value `[B, Hkv, T, Dv]` give shapes, dtype and device only."""
+    def __init__(self, format: CacheFormat, block_size: int, key: torch.Tensor, value: torch.Tensor):
+        """key `[B, Hkv, T, D]` and value `[B, Hkv, T, Dv]` give shapes, dtype and device only.
+
+        Raises `ValueError` for int4 and an odd head size.
+        """
         self.format = format
         self.block_size = block_size
         self.num_heads, self.key_dim, self.value_dim = key.shape[1], key.shape[-1], value.shape[-1]
@@ -57,31 +65,55 @@ class Storage:
         self.device = key.device
         self.num_blocks = 0
         self._kv: PagedKV | None = None
-        self._k = self._new(self.block_size, self.key_dim)
-        page = (self.block_size, self.value_dim)
-        self._v = self._new(*(reversed(page) if values_by_slot(format.scaled, self.device) else page))
-        self._k_scale = self._new_scale() if format.scaled else None
-        self._v_scale = self._new_scale() if format.scaled else None
+        for what, side, dim in (("keys", format.key, self.key_dim), ("values", format.value, self.value_dim)):
+            if side.packed and dim % 2:
+                raise ValueError(
+                    f"kv_dtype={format.name!r} packs two channels a byte, but the {what} have head size {dim}. Use "
+                    "kv_dtype='int8'."
+                )
+        page = (block_size, format.value.row(self.value_dim))
+        self._k = self._new(format.key.storage_dtype(self.arriving), block_size, format.key.row(self.key_dim))
+        self._v = self._new(
+            format.value.storage_dtype(self.arriving),
+            *(reversed(page) if values_by_slot(format.value, self.device) else page),
+        )
+        self._k_scale = self._v_scale = None
+        if format.key.packed:
+            self._k_scale = self._new(torch.float16, block_size // GROUP, 2, self.key_dim)
+        elif format.key.scaled:
+            self._k_scale = self._new(torch.float32, block_size)
+        if format.value.packed:
+            self._v_scale = self._new(torch.float16, block_size, 2, value_groups(self.value_dim))
+        elif format.value.scaled:
+            self._v_scale = self._new(torch.float32, block_size)
+        # The newest tokens, in another block table's blocks.
+        self._k_tail = self._v_tail = None
+        if format.needs_tail:
+            self._k_tail = self._new(self.arriving, block_size, self.key_dim)
+            self._v_tail = self._new(value.dtype, block_size, self.value_dim)
         self.channel_amax: torch.Tensor | None = None
         self.turn_factor: torch.Tensor | None = None
         self.tokens_fitted = 0
 
-    def _new(self, *page: int) -> torch.Tensor:
-        dtype = self.format.storage_dtype(self.arriving)
+    def _new(self, dtype: torch.dtype, *page: int) -> torch.Tensor:
         return torch.empty(self.num_heads, 0, *page, dtype=dtype, device=self.device)
-
-    def _new_scale(self) -> torch.Tensor:
-        return torch.empty(self.num_heads, 0, self.block_size, dtype=torch.float32, device=self.device)
 
     @property
     def bytes(self) -> int:
-        """Bytes that the tensors take, blocks in use or not."""
-        tensors = (self._k, self._v, self._k_scale, self._v_scale)
+        """Bytes that the tensors take, blocks in use or not, the tail included."""
+        tensors = (self._k, self._v, self._k_scale, self._v_scale, self._k_tail, self._v_tail)
         return sum(tensor.nbytes for tensor in tensors if tensor is not None)
 
     @property
     def bytes_per_token(self) -> int:
         return self.num_heads * self.format.bytes_per_head(self.key_dim, self.value_dim, self.arriving)
+
+    @property
+    def tail_bytes_per_token(self) -> int:
+        """Bytes of a token in the tail."""
+        if self._k_tail is None:
+            return 0
+        return self.num_heads * (self.key_dim * self._k_tail.itemsize + self.value_dim * self._v_tail.itemsize)
 
     def kv(self) -> PagedKV:
         """The pools of the moment; the same object until one of them is replaced."""
@@ -91,8 +123,8 @@ class Storage:
         return self._kv
 
     def memory(self) -> Memory:
-        """Keys, values, their scales and the keys' factor as they lie in memory, head-outermost."""
-        return self._k, self._v, self._k_scale, self._v_scale, self.turn_factor
+        """Keys, values, their scales, the keys' factor and the tail as they lie in memory, head-outermost."""
+        return self._k, self._v, self._k_scale, self._v_scale, self.turn_factor, self._k_tail, self._v_tail
 
     def ensure(self, num_blocks: int, limit: int | None) -> None:
         """Room for `num_blocks` blocks; what is stored in them stays. `limit`: blocks that will never be exceeded.
@@ -106,27 +138,35 @@ class Storage:
         if limit is not None:
             target = max(num_blocks, min(target, limit))
 
-        kept = min(self.num_blocks, target)
-
-        @torch.inference_mode(False)
-        def resized(memory: torch.Tensor | None) -> torch.Tensor | None:
-            if memory is None:
-                return None
-            shape = list(memory.shape)
-            shape[1] = target
-            other = memory.new_empty(shape)
-            other[:, :kept].copy_(memory[:, :kept])
-            return other
-
         # One tensor at a time, so that only one is in memory twice.
-        self._k = resized(self._k)
-        self._v = resized(self._v)
-        self._k_scale, self._v_scale = resized(self._k_scale), resized(self._v_scale)
+        self._k = _resized(self._k, target)
+        self._v = _resized(self._v, target)
+        self._k_scale, self._v_scale = _resized(self._k_scale, target), _resized(self._v_scale, target)
         self.num_blocks = target
         self._kv = None
         for memory in (self._k, self._v, self._k_scale, self._v_scale):
             if memory is not None:
                 torch._dynamo.maybe_mark_dynamic(memory, 1)  # a compiled decode step must serve pools of any size
+
+    def ensure_tail(self, num_blocks: int) -> None:
+        """Room for `num_blocks` blocks of the tail: about one a sequence, so none is ever given back."""
+        if self._k_tail is None or num_blocks <= self._k_tail.shape[1]:
+            return
+        self._k_tail, self._v_tail = _resized(self._k_tail, num_blocks), _resized(self._v_tail, num_blocks)
+        self._kv = None
+        for memory in (self._k_tail, self._v_tail):
+            torch._dynamo.maybe_mark_dynamic(memory, 1)
+
+    def unseal(self, sources: list[int], destinations: list[int]) -> None:
+        """Decode the blocks `sources` into the tail's blocks `destinations`."""
+        kv = self.kv()
+        kv.tail.k_pool[destinations] = decode_keys(_picked(kv.k_pool, sources), kv.k_scale[sources]).to(self.arriving)
+        values = decode_values(_picked(kv.v_pool, sources), None if kv.v_scale is None else kv.v_scale[sources])
+        kv.tail.v_pool[destinations] = values.to(kv.tail.v_pool.dtype)
+
+    def copy_tail_blocks(self, sources: list[int], destinations: list[int]) -> None:
+        for memory in (self._k_tail, self._v_tail):
+            memory[:, destinations] = memory[:, sources]
 
     def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
         for memory in (self._k, self._v, self._k_scale, self._v_scale):
@@ -143,7 +183,7 @@ class Storage:
 
     @property
     def is_fitted(self) -> bool:
-        return not self.format.turns_keys or self.tokens_fitted >= TOKENS_TO_FIT
+        return not self.format.key.turns_keys or self.tokens_fitted >= TOKENS_TO_FIT
 
     @torch.inference_mode(False)
     def fit(self, key: torch.Tensor) -> torch.Tensor | None:
@@ -160,3 +200,19 @@ class Storage:
         previous, self.turn_factor = self.turn_factor, turn_factor(self.channel_amax)
         self._kv = None
         return previous
+
+
+@torch.inference_mode(False)
+def _resized(memory: torch.Tensor | None, num_blocks: int) -> torch.Tensor | None:
+    if memory is None:
+        return None
+    shape = list(memory.shape)
+    kept, shape[1] = min(shape[1], num_blocks), num_blocks
+    other = memory.new_empty(shape)
+    other[:, :kept].copy_(memory[:, :kept])
+    return other
+
+
+def _picked(pool: torch.Tensor, blocks: list[int]) -> torch.Tensor:
+    """The blocks of a pool; float8 cannot be indexed everywhere, bytes can."""
+    return pool.view(torch.uint8)[blocks].view(pool.dtype) if pool.dtype.itemsize == 1 else pool[blocks]

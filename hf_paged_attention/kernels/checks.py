@@ -5,8 +5,12 @@ from dataclasses import dataclass
 import torch
 import triton
 
+from .int4 import GROUP, value_groups
+
 QUERY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
+PACKED_DTYPE = torch.uint8  # int4, two elements a byte
+POOL_DTYPES = (*QUERY_DTYPES, *QUANTIZED_DTYPES, PACKED_DTYPE)
 MAX_HEAD_DIM = 512
 MIN_BLOCK_SIZE = 16
 
@@ -24,6 +28,7 @@ class AttentionShape:
     page: int
     query_dtype: torch.dtype
     pool_dtype: torch.dtype
+    value_pool_dtype: torch.dtype
     device: torch.device
 
     @property
@@ -33,6 +38,16 @@ class AttentionShape:
     @property
     def quantized(self) -> bool:
         return self.pool_dtype in QUANTIZED_DTYPES
+
+    @property
+    def packed(self) -> bool:
+        """Whether keys or values are int4."""
+        return PACKED_DTYPE in (self.pool_dtype, self.value_pool_dtype)
+
+    @property
+    def fewest_keys(self) -> int:
+        """Keys of the smallest tile: int4 keys come in groups of tokens."""
+        return GROUP if self.pool_dtype == PACKED_DTYPE else 16
 
 
 def strides_or_zeros(tensor: torch.Tensor | None, dims: int) -> tuple[int, ...]:
@@ -50,19 +65,43 @@ def _check_ints(name: str, tensor: torch.Tensor, shape: tuple) -> None:
     _require(tensor.numel() == 0 or tensor.stride(-1) == 1, f"{name} must be contiguous in its last dimension")
 
 
+def _channels(pool: torch.Tensor) -> int:
+    """Channels of a pool's vectors, of which an int4 pool holds two a byte."""
+    return pool.shape[3] * (2 if pool.dtype == PACKED_DTYPE else 1)
+
+
+def _scale_shape(name: str, pool: torch.Tensor) -> list[int]:
+    num_blocks, block_size, heads = pool.shape[:3]
+    if pool.dtype != PACKED_DTYPE:
+        return [num_blocks, block_size, heads]
+    if name == "k_scale":
+        return [num_blocks, block_size // GROUP, heads, 2, _channels(pool)]
+    return [num_blocks, block_size, heads, 2, value_groups(_channels(pool))]
+
+
 def check_scales(k_pool: torch.Tensor, v_pool: torch.Tensor, k_scale, v_scale) -> None:
-    """8-bit pools come with float32 scales [num_blocks, block_size, Hkv], others without.
+    """8-bit pools come with float32 scales [num_blocks, block_size, Hkv], int4 with those of int4.py, others without.
 
     Raises:
         ValueError: scales missing, superfluous, or of another shape or dtype.
     """
     for name, pool, scales in (("k_scale", k_pool, k_scale), ("v_scale", v_pool, v_scale)):
-        if pool.dtype in QUANTIZED_DTYPES:
+        packed = pool.dtype == PACKED_DTYPE
+        if packed or pool.dtype in QUANTIZED_DTYPES:
+            dtype = torch.float16 if packed else torch.float32
             _require(scales is not None, f"{name} is needed for a pool of {pool.dtype}, got None")
-            _require(scales.dtype == torch.float32, f"{name} must be float32, got {scales.dtype}")
+            _require(scales.dtype == dtype, f"{name} must be {str(dtype)[6:]}, got {scales.dtype}")
             _require(
-                scales.shape == pool.shape[:3],
-                f"{name} must have shape {list(pool.shape[:3])}, got {list(scales.shape)}",
+                list(scales.shape) == _scale_shape(name, pool),
+                f"{name} must have shape {_scale_shape(name, pool)}, got {list(scales.shape)}",
+            )
+            _require(
+                not packed or scales.numel() == 0 or scales.stride()[3:] == (scales.shape[4], 1),
+                f"{name} must be contiguous in its last two dimensions, got strides {scales.stride()}",
+            )
+            _require(
+                not packed or pool.numel() == 0 or pool.stride(3) == 1,
+                f"an int4 pool must be contiguous in its last dimension, got strides {pool.stride()}",
             )
         else:
             _require(scales is None, f"{name} belongs to int8 and float8_e4m3fn pools; this pool is {pool.dtype}")
@@ -83,9 +122,33 @@ def check_turn_factor(turn_factor: torch.Tensor, kv_heads: int, head_dim: int) -
     )
 
 
+def _check_dtypes(k_pool: torch.Tensor, v_pool: torch.Tensor) -> None:
+    for name, pool in (("k_pool", k_pool), ("v_pool", v_pool)):
+        _require(
+            pool.dtype in POOL_DTYPES,
+            f"{name} must be float32, bfloat16, float16, int8, float8_e4m3fn or uint8 (int4), got {pool.dtype}",
+        )
+
+
+def _check_tail(k_pool, value_dim: int, requests: int, k_tail, v_tail, tail_table, sealed_lens) -> None:
+    given = [each is not None for each in (k_tail, v_tail, tail_table, sealed_lens)]
+    if k_pool.dtype != PACKED_DTYPE:
+        _require(not any(given), "k_tail, v_tail, tail_table and sealed_lens belong to int4 keys")
+        return
+    _require(all(given), "int4 keys need k_tail, v_tail, tail_table and sealed_lens")
+    _, block_size, heads, _ = k_pool.shape
+    for name, pool, dim in (("k_tail", k_tail, _channels(k_pool)), ("v_tail", v_tail, value_dim)):
+        _require(
+            pool.dim() == 4 and list(pool.shape[1:]) == [block_size, heads, dim] and pool.dtype in QUERY_DTYPES,
+            f"{name} must be a float [num_blocks, {block_size}, {heads}, {dim}], got {pool.dtype} {list(pool.shape)}",
+        )
+    _check_ints("tail_table", tail_table, (requests, tail_table.shape[-1]))
+    _check_ints("sealed_lens", sealed_lens, (requests,))
+
+
 def check_attention(
     query, k_pool, v_pool, query_start_loc, seq_lens, block_table, window, softcap, sinks, k_scale, v_scale, kv_start,
-    out, lse,
+    k_tail, v_tail, tail_table, sealed_lens, out, lse,
 ) -> AttentionShape:  # fmt: skip
     """The sizes of an attention call.
 
@@ -100,14 +163,13 @@ def check_attention(
         "k_pool and v_pool must be [num_blocks, block_size, kv_heads, head_dim] and agree but for head_dim, got "
         f"{list(k_pool.shape)} and {list(v_pool.shape)}",
     )
-    _require(
-        k_pool.dtype == v_pool.dtype and k_pool.dtype in QUERY_DTYPES + QUANTIZED_DTYPES,
-        f"k_pool and v_pool must both be float32, bfloat16, float16, int8 or float8_e4m3fn, got {k_pool.dtype} and "
-        f"{v_pool.dtype}",
-    )
+    _check_dtypes(k_pool, v_pool)
     tokens, query_heads, head_dim = query.shape
-    _, block_size, kv_heads, value_dim = v_pool.shape
-    _require(k_pool.shape[3] == head_dim, f"k_pool must have the query's head_dim {head_dim}, got {list(k_pool.shape)}")
+    _, block_size, kv_heads, _ = v_pool.shape
+    value_dim = _channels(v_pool)
+    _require(
+        _channels(k_pool) == head_dim, f"k_pool must have the query's head_dim {head_dim}, got {list(k_pool.shape)}"
+    )
     _require(
         max(head_dim, value_dim) <= MAX_HEAD_DIM,
         f"head_dim must be at most {MAX_HEAD_DIM}, got {head_dim} (keys) and {value_dim} (values)",
@@ -134,7 +196,12 @@ def check_attention(
         sinks is None or (sinks.shape == (query_heads,) and sinks.is_contiguous()),
         f"sinks must be contiguous, one a query head [{query_heads}]",
     )
+    _require(
+        k_pool.dtype != PACKED_DTYPE or (page >= GROUP and page == block_size),
+        f"block_size must be a power of two of at least {GROUP} for int4 keys, got {block_size}",
+    )
     check_scales(k_pool, v_pool, k_scale, v_scale)
+    _check_tail(k_pool, value_dim, requests, k_tail, v_tail, tail_table, sealed_lens)
     if out is not None:
         _require(
             out.shape == (tokens, query_heads, value_dim) and out.dtype == query.dtype,
@@ -147,34 +214,63 @@ def check_attention(
             f"lse must be float32 [{tokens}, {query_heads}], got {lse.dtype} {list(lse.shape)}",
         )
     return AttentionShape(
-        tokens, requests, query_heads, kv_heads, head_dim, value_dim, page, query.dtype, k_pool.dtype, query.device
-    )
+        tokens, requests, query_heads, kv_heads, head_dim, value_dim, page, query.dtype, k_pool.dtype, v_pool.dtype,
+        query.device,
+    )  # fmt: skip
+
+
+def _check_new_tokens(key, value, k_pool, v_pool) -> None:
+    for name, new, pool_name, pool in (("key", key, "k_pool", k_pool), ("value", value, "v_pool", v_pool)):
+        _require(new.dim() == 3, f"{name} must be [tokens, kv_heads, head_dim], got shape {list(new.shape)}")
+        _require(new.dtype in QUERY_DTYPES, f"{name} must be float32, bfloat16 or float16, got {new.dtype}")
+        _require(new.numel() == 0 or new.stride(-1) == 1, f"{name} must be contiguous in head_dim, got {new.stride()}")
+        _require(
+            pool.dim() == 4 and pool.shape[2] == new.shape[1] and _channels(pool) == new.shape[2],
+            f"{pool_name} must be [num_blocks, block_size, {new.shape[1]}, {new.shape[2]}], got {list(pool.shape)}",
+        )
+    _check_dtypes(k_pool, v_pool)
+    _require(value.shape[:2] == key.shape[:2], f"value must have key's tokens and heads {list(key.shape[:2])}")
 
 
 def check_write(key, value, k_pool, v_pool, slot_mapping, k_scale, v_scale, turn_factor) -> None:
     """Sizes of a write.
 
     Raises:
-        ValueError: an argument whose shape, dtype or stride the kernel does not take.
+        ValueError: an argument whose shape, dtype or stride the kernel does not take, such as a pool of int4 keys,
+            which are encoded in groups of tokens (`seal_kv`).
     """
-    for name, new, pool_name, pool in (("key", key, "k_pool", k_pool), ("value", value, "v_pool", v_pool)):
-        _require(new.dim() == 3, f"{name} must be [tokens, kv_heads, head_dim], got shape {list(new.shape)}")
-        _require(new.dtype in QUERY_DTYPES, f"{name} must be float32, bfloat16 or float16, got {new.dtype}")
-        _require(new.numel() == 0 or new.stride(-1) == 1, f"{name} must be contiguous in head_dim, got {new.stride()}")
-        _require(
-            pool.dim() == 4 and pool.shape[2:] == new.shape[1:],
-            f"{pool_name} must be [num_blocks, block_size, {new.shape[1]}, {new.shape[2]}], got {list(pool.shape)}",
-        )
-    _require(
-        k_pool.dtype == v_pool.dtype and k_pool.dtype in QUERY_DTYPES + QUANTIZED_DTYPES,
-        f"k_pool and v_pool must both be float32, bfloat16, float16, int8 or float8_e4m3fn, got {k_pool.dtype} and "
-        f"{v_pool.dtype}",
-    )
+    _require(k_pool.dtype != PACKED_DTYPE, "k_pool of int4 keys is written a block at a time: use seal_kv")
+    _check_new_tokens(key, value, k_pool, v_pool)
     _require(
         slot_mapping.shape == key.shape[:1] and slot_mapping.dtype == torch.int64 and slot_mapping.is_contiguous(),
         f"slot_mapping must be contiguous int64 [{key.shape[0]}], got {slot_mapping.dtype} {list(slot_mapping.shape)}",
     )
-    _require(value.shape[:2] == key.shape[:2], f"value must have key's tokens and heads {list(key.shape[:2])}")
     check_scales(k_pool, v_pool, k_scale, v_scale)
     if turn_factor is not None:
         check_turn_factor(turn_factor, key.shape[1], key.shape[2])
+
+
+def check_seal(
+    key, value, k_pool, v_pool, k_scale, v_scale, k_tail, v_tail, query_start_loc, seq_lens, block_table, tail_table,
+    seal_requests, seal_blocks,
+) -> None:  # fmt: skip
+    """Sizes of a seal.
+
+    Raises:
+        ValueError: an argument whose shape, dtype or stride the kernel does not take.
+    """
+    _check_new_tokens(key, value, k_pool, v_pool)
+    page = k_pool.shape[1]
+    _require(k_pool.dtype == PACKED_DTYPE, f"k_pool must hold int4 keys (uint8), got {k_pool.dtype}")
+    _require(
+        page >= GROUP and page & (page - 1) == 0,
+        f"block_size must be a power of two of at least {GROUP} for int4 keys, got {page}",
+    )
+    check_scales(k_pool, v_pool, k_scale, v_scale)
+    requests = seq_lens.shape[0]
+    _check_ints("query_start_loc", query_start_loc, (requests + 1,))
+    _check_ints("block_table", block_table, (requests, block_table.shape[-1]))
+    _check_ints("seq_lens", seq_lens, (requests,))
+    _check_tail(k_pool, value.shape[2], requests, k_tail, v_tail, tail_table, seq_lens)
+    _check_ints("seal_requests", seal_requests, (seal_blocks.shape[0],))
+    _check_ints("seal_blocks", seal_blocks, (seal_blocks.shape[0],))

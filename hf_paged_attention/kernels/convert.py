@@ -20,6 +20,7 @@ import triton.language as tl
 FLOAT = tl.constexpr(0)
 INT8 = tl.constexpr(1)
 E4M3 = tl.constexpr(2)
+INT4 = tl.constexpr(3)  # two elements a byte, in kernels/int4.py
 
 INT8_MAX = tl.constexpr(127.0)
 E4M3_MAX = tl.constexpr(448.0)
@@ -86,7 +87,7 @@ E4M3_TO_FP16 = tl.constexpr("""{
 
 def pool_format(dtype: torch.dtype) -> tl.constexpr:
     """FORMAT of a pool of this dtype."""
-    return {torch.int8: INT8, torch.float8_e4m3fn: E4M3}.get(dtype, FLOAT)
+    return {torch.int8: INT8, torch.float8_e4m3fn: E4M3, torch.uint8: INT4}.get(dtype, FLOAT)
 
 
 def pool_factor(dtype: torch.dtype) -> float:
@@ -99,14 +100,14 @@ def pool_bytes(pool: torch.Tensor) -> torch.Tensor:
     return pool.view(torch.uint8) if pool.dtype == torch.float8_e4m3fn else pool
 
 
-def dot_dtypes(query_dtype: torch.dtype, pool_dtype: torch.dtype) -> tuple[tl.dtype, tl.dtype]:
+def dot_dtypes(query_dtype: torch.dtype, value_dtype: torch.dtype) -> tuple[tl.dtype, tl.dtype]:
     """The types in which queries meet keys and probabilities meet values."""
     if query_dtype == torch.float32 or triton.knobs.runtime.interpret:
         # The interpreter's dot takes bfloat16's bits for integers.
         return tl.float32, tl.float32
     key = tl.float16 if query_dtype == torch.float16 else tl.bfloat16
     # A probability times an 8-bit value's scale may leave float16's range at either end.
-    return key, tl.bfloat16 if pool_dtype.itemsize == 1 else key
+    return key, tl.bfloat16 if value_dtype in (torch.int8, torch.float8_e4m3fn) else key
 
 
 @triton.jit

@@ -21,6 +21,9 @@ from .rotate import turn_arguments, turned_rows
 from .softmax import LN_2, LOG2_E, attend_tiles
 from .transposed import attend_tiles_transposed, query_columns
 
+# Tiles more a split that are better borne than a second level of merging.
+SECOND_LEVEL = tl.constexpr(4)
+
 
 @triton.jit
 def key_tiles(seq_lens, kv_start_ptr, requests, held, WINDOW: tl.constexpr, BLOCK_N: tl.constexpr):
@@ -131,11 +134,25 @@ def _decode_kernel(
     k_block_rows,
     v_head_rows,
     v_block_rows,
+    k_tail_ptr,
+    v_tail_ptr,
+    tail_table_ptr,
+    sealed_lens_ptr,
+    stride_kt_block,
+    stride_kt_slot,
+    stride_kt_head,
+    stride_kt_d,
+    stride_vt_block,
+    stride_vt_slot,
+    stride_vt_head,
+    stride_vt_d,
+    stride_tail_table,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     WINDOW: tl.constexpr,
-    FORMAT: tl.constexpr,
+    KEY_FORMAT: tl.constexpr,
+    VALUE_FORMAT: tl.constexpr,
     PAGE: tl.constexpr,
     TRANSPOSED: tl.constexpr,
     BYTES: tl.constexpr,
@@ -143,6 +160,7 @@ def _decode_kernel(
     SLOTS: tl.constexpr,
     VALUES_BY_SLOT: tl.constexpr,
     NEGATED: tl.constexpr,
+    TAIL: tl.constexpr,
     BLOCK_R: tl.constexpr,
     BLOCK_G: tl.constexpr,
     BLOCK_M: tl.constexpr,
@@ -170,7 +188,9 @@ def _decode_kernel(
     lens = tl.load(seq_lens_ptr + requests, mask=held, other=0)
     _, _, tiles = key_tiles(lens, kv_start_ptr, requests, held, WINDOW, BLOCK_N)
     split_tiles = tl.maximum(tl.cdiv(tl.sum(tiles, 0), split_programs), min_tiles)
-    splits = tl.where(held, tl.maximum(tl.cdiv(tiles, split_tiles + split_tiles // 8), 1), 0)
+    splits = tl.maximum(tl.cdiv(tiles, split_tiles + split_tiles // 8), 1)
+    splits = tl.where((splits > TEAM) & (tl.cdiv(tiles, TEAM) <= split_tiles + SECOND_LEVEL), TEAM, splits)
+    splits = tl.where(held, splits, 0)
     last_program = tl.cumsum(splits, 0)
     request = tl.sum((last_program <= program).to(tl.int32), 0)
     if request >= num_requests:
@@ -202,7 +222,7 @@ def _decode_kernel(
     if NEGATED:
         q = -q
     if BYTES:
-        q, q_factor = query_columns(q, FORMAT, PIECES, SLOTS, BLOCK_M, BLOCK_D)
+        q, q_factor = query_columns(q, KEY_FORMAT, PIECES, SLOTS, BLOCK_M, BLOCK_D)
     else:
         q_factor = None
         q = q.to(KEY_DTYPE)
@@ -222,14 +242,20 @@ def _decode_kernel(
 
     k_ptr += kv_head.to(tl.int64) * stride_k_head
     v_ptr += kv_head.to(tl.int64) * stride_v_head
-    if FORMAT != FLOAT:
+    if KEY_FORMAT != FLOAT:
         k_scale_ptr += kv_head.to(tl.int64) * stride_ks_head
+    if VALUE_FORMAT != FLOAT:
         v_scale_ptr += kv_head.to(tl.int64) * stride_vs_head
     table_ptr += request.to(tl.int64) * stride_table
     row_pos = tl.zeros([BLOCK_M], tl.int32) + seq_len - 1
     # Only the request's first and last tiles hold keys that the query must not see.
-    full_low = tl.minimum(tl.maximum(low, tl.cdiv(first_key, BLOCK_N)), tl.maximum(low, high))
-    full_high = tl.maximum(tl.minimum(high, seq_len // BLOCK_N), full_low)
+    pool_end = seq_len
+    pool_high = high
+    if TAIL:
+        pool_end = tl.load(sealed_lens_ptr + request)
+        pool_high = tl.minimum(high, tl.cdiv(pool_end, BLOCK_N))
+    full_low = tl.minimum(tl.maximum(low, tl.cdiv(first_key, BLOCK_N)), tl.maximum(low, pool_high))
+    full_high = tl.maximum(tl.minimum(pool_high, pool_end // BLOCK_N), full_low)
     # Without a window or a first key only the last tile does, and there is no code for a first.
     first_phase: tl.constexpr = 0 if WINDOW > 0 or kv_start_ptr is not None else 1
     for phase in tl.static_range(first_phase, 3):
@@ -241,7 +267,7 @@ def _decode_kernel(
             phase_high = full_high
         else:
             phase_low = full_high
-            phase_high = high
+            phase_high = pool_high
         if TRANSPOSED:
             acc, row_max, row_sum = attend_tiles_transposed(
                 acc,
@@ -252,7 +278,7 @@ def _decode_kernel(
                 phase_low,
                 phase_high,
                 first_key,
-                seq_len,
+                pool_end,
                 k_ptr,
                 v_ptr,
                 k_scale_ptr,
@@ -278,7 +304,7 @@ def _decode_kernel(
                 v_block_rows,
                 D,
                 DV,
-                FORMAT,
+                KEY_FORMAT,
                 PAGE,
                 BLOCK_N,
                 BLOCK_D,
@@ -301,7 +327,7 @@ def _decode_kernel(
                 phase_low,
                 phase_high,
                 first_key,
-                seq_len,
+                pool_end,
                 k_ptr,
                 v_ptr,
                 k_scale_ptr,
@@ -328,7 +354,8 @@ def _decode_kernel(
                 D,
                 DV,
                 0,
-                FORMAT,
+                KEY_FORMAT,
+                VALUE_FORMAT,
                 PAGE,
                 BLOCK_N,
                 BLOCK_D,
@@ -337,11 +364,61 @@ def _decode_kernel(
                 VALUE_DTYPE,
                 False,
             )
+    if TAIL:
+        # The newest tokens, as they arrived. What the pool's values leave out, these hold.
+        acc = acc * out_factor
+        tail_table_ptr += request.to(tl.int64) * stride_tail_table
+        acc, row_max, row_sum = attend_tiles(
+            acc,
+            row_max,
+            row_sum,
+            q,
+            row_pos,
+            tl.maximum(low, pool_end // BLOCK_N),
+            high,
+            tl.maximum(first_key, pool_end),
+            seq_len,
+            k_tail_ptr + kv_head.to(tl.int64) * stride_kt_head,
+            v_tail_ptr + kv_head.to(tl.int64) * stride_vt_head,
+            None,
+            None,
+            tail_table_ptr,
+            scale,
+            softcap,
+            stride_kt_block,
+            stride_kt_slot,
+            stride_kt_d,
+            stride_vt_block,
+            stride_vt_slot,
+            stride_vt_d,
+            0,
+            0,
+            0,
+            0,
+            None,
+            None,
+            0,
+            0,
+            0,
+            0,
+            D,
+            DV,
+            0,
+            FLOAT,
+            FLOAT,
+            PAGE,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_DV,
+            True,
+            VALUE_DTYPE,
+            False,
+        )
     if TRANSPOSED:
         row_sum = tl.sum(row_sum, 0)
         acc = tl.trans(acc)
     total = tl.where(row_sum == 0.0, 1.0, row_sum)
-    acc = acc * ((1.0 if BYTES else out_factor) / total)[:, None]
+    acc = acc * ((1.0 if BYTES or TAIL else out_factor) / total)[:, None]
     lse = tl.where(row_sum == 0.0, float("-inf"), (row_max + tl.log2(total)) * LN_2)
     out_ptr += token * stride_out_token
     if lse_ptr is not None:
@@ -434,6 +511,10 @@ def decode_attention(
     v_scale: torch.Tensor | None = None,
     turn_factor: torch.Tensor | None = None,
     kv_start: torch.Tensor | None = None,
+    k_tail: torch.Tensor | None = None,
+    v_tail: torch.Tensor | None = None,
+    tail_table: torch.Tensor | None = None,
+    sealed_lens: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     plan: DecodePlan | None = None,
@@ -453,7 +534,7 @@ def decode_attention(
         raise ValueError(f"decode_attention takes one query token a request, got max_query_len={max_query_len}")
     shape = check_attention(
         query, k_pool, v_pool, query_start_loc, seq_lens, block_table, window, softcap, sinks, k_scale, v_scale,
-        kv_start, out, lse,
+        kv_start, k_tail, v_tail, tail_table, sealed_lens, out, lse,
     )  # fmt: skip
     if out is None:
         out = query.new_empty(shape.tokens, shape.query_heads, shape.value_dim)
@@ -471,8 +552,8 @@ def decode_attention(
     if plan.descriptors:
         k_matrix = pool_matrix(k_elements, keys=plan.block_n, channels=block_d)
         v_matrix = pool_matrix(v_elements, keys=plan.block_n, channels=block_dv)
-    factor = 1.0 if as_bytes else pool_factor(k_pool.dtype)
-    key_dtype, value_dtype = dot_dtypes(query.dtype, k_pool.dtype)
+    key_factor, out_factor = (1.0, 1.0) if as_bytes else (pool_factor(k_pool.dtype), pool_factor(v_pool.dtype))
+    key_dtype, value_dtype = dot_dtypes(query.dtype, v_pool.dtype)
     turn = None
     if turn_factor is not None:
         check_turn_factor(turn_factor, shape.kv_heads, shape.head_dim)
@@ -502,15 +583,15 @@ def decode_attention(
         plan.programs,
         plan.min_tiles,
         turn.norm if turn else 1.0,
-        abs(scale) * factor * (1.0 if softcap else LOG2_E.value),
+        abs(scale) * key_factor * (1.0 if softcap else LOG2_E.value),
         softcap,
-        factor,
+        out_factor,
         query.stride(0),
         query.stride(1),
         *k_elements.stride(),
         *v_elements.stride(),
-        *strides_or_zeros(k_scale, 3),
-        *strides_or_zeros(v_scale, 3),
+        *strides_or_zeros(k_scale, 3)[:3],
+        *strides_or_zeros(v_scale, 3)[:3],
         out.stride(0),
         out.stride(1),
         *strides_or_zeros(lse, 2),
@@ -521,11 +602,19 @@ def decode_attention(
         k_matrix.rows_a_block if k_matrix else 0,
         v_matrix.rows_a_head if v_matrix else 0,
         v_matrix.rows_a_block if v_matrix else 0,
+        k_tail,
+        v_tail,
+        tail_table,
+        sealed_lens,
+        *strides_or_zeros(k_tail, 4),
+        *strides_or_zeros(v_tail, 4),
+        0 if tail_table is None else tail_table.stride(0),
         GROUP=shape.group,
         D=shape.head_dim,
         DV=shape.value_dim,
         WINDOW=window or 0,
-        FORMAT=pool_format(k_pool.dtype).value,
+        KEY_FORMAT=pool_format(k_pool.dtype).value,
+        VALUE_FORMAT=pool_format(v_pool.dtype).value,
         PAGE=shape.page,
         TRANSPOSED=plan.products != "rows",
         BYTES=as_bytes,
@@ -533,6 +622,7 @@ def decode_attention(
         SLOTS=plan.slots,
         VALUES_BY_SLOT=v_pool.stride(1) == 1,
         NEGATED=scale < 0,
+        TAIL=sealed_lens is not None,
         BLOCK_R=1 if shape.requests == 1 else max(16, triton.next_power_of_2(shape.requests)),
         BLOCK_G=triton.next_power_of_2(shape.group),
         BLOCK_M=plan.query_rows(shape.group),

@@ -38,10 +38,26 @@ def gpu_of(device: torch.device) -> Gpu:
 
 
 @dataclass(frozen=True)
+class SpecialisedPlan:
+    """The kernel of hopper.py: block_n keys a tile, stages of keys and of values.
+
+    query_in_registers: the query is an operand from registers, else from shared memory. ping_pong: the two consumers
+    take turns at the tensor cores.
+    """
+
+    block_n: int
+    key_stages: int
+    value_stages: int
+    query_in_registers: bool = False
+    ping_pong: bool = False
+
+
+@dataclass(frozen=True)
 class UnifiedPlan:
     """block_m rows (tokens x group) and block_n keys a tile.
 
-    descriptors: tiles through the copy engine, where a page holds a tile and the pool has a matrix.
+    descriptors: tiles through the copy engine, where a page holds a tile and the pool has a matrix. specialised: the
+    plan of Hopper's own kernel, which then takes the call where it can; the rest of the plan is for where it cannot.
     """
 
     block_m: int
@@ -49,6 +65,7 @@ class UnifiedPlan:
     num_warps: int
     num_stages: int
     descriptors: bool = False
+    specialised: SpecialisedPlan | None = None
 
 
 # Keys a tile that "bytes" needs: with 64, Triton 3.6 lets the product of int8 values read past shared memory (seen with
@@ -56,8 +73,8 @@ class UnifiedPlan:
 FEWEST_BYTES = 128
 
 
-# Tiles of 64 keys an SM up to which a decode call is "short": 1 x 8,192 for 8 KV heads on 132 SMs.
-SHORT_TILES = 8
+# Tiles of 64 keys an SM up to which a decode call is "short": 1 x 6,144 for 8 KV heads on 132 SMs.
+SHORT_TILES = 6
 
 
 @dataclass(frozen=True)
@@ -101,6 +118,8 @@ class DecodePlan:
         large = min(shape.head_dim, shape.value_dim) >= 32 and self.block_n >= 32
         if products == "bytes" and not (shape.quantized and eight_bit and values_by_slot and large):
             products = "rows"
+        if shape.pool_dtype != shape.value_pool_dtype or shape.packed:
+            products = "rows"
         if products == "bytes" and self.block_n < FEWEST_BYTES:
             products = "rows"
         if products != "rows" and (not whole_pages or replace(self, products=products).query_rows(shape.group) > 32):
@@ -109,14 +128,15 @@ class DecodePlan:
         return replace(self, products=products, descriptors=descriptors)
 
 
-# Splits whose partial outputs one program merges: a second level of merging costs as much as reading 30 more of them.
-TEAM = 32
+# Splits whose partial outputs one program merges. A second level of merging costs about as much as four more tiles a
+# split, so a request of few enough tiles gets no more splits than a team has.
+TEAM = 16
 
 
 def merge_splits(group: int, value_dim: int, num_warps: int) -> int:
-    """Partial outputs that a program merges at once: as many as 128 registers a thread hold, from 4 to 32."""
+    """Partial outputs that a program merges at once: as many as 128 registers a thread hold, from 4 to a team."""
     elements = triton.next_power_of_2(group) * triton.next_power_of_2(value_dim)
-    return min(32, max(4, 128 * 32 * num_warps // elements))
+    return min(TEAM, max(4, 128 * 32 * num_warps // elements))
 
 
 @dataclass(frozen=True)
@@ -159,7 +179,7 @@ DECODE: dict[str, dict[tuple, DecodeChoice]] = {
         ("16-bit", 64, "long"): DecodeChoice(64, 4, 3, 4, 2, "keys", 2, True),
         ("16-bit", 64, "short"): DecodeChoice(64, 4, 3, 2, 1, "keys", 2, False),
         ("16-bit", 128, "long"): DecodeChoice(64, 4, 4, 1, 2, "keys", 2, False),
-        ("16-bit", 128, "short"): DecodeChoice(64, 2, 4, 1, 2, "rows", 2, False),
+        ("16-bit", 128, "short"): DecodeChoice(64, 4, 3, 1, 1, "rows", 2, False),
         ("16-bit", 128, "small pages"): DecodeChoice(128, 4, 3, 1, 2, "rows", 2, False),
         ("16-bit", 256, "long"): DecodeChoice(64, 4, 3, 1, 2, "keys", 2, True),
         ("16-bit", 256, "short"): DecodeChoice(64, 4, 3, 2, 2, "keys", 2, True),
@@ -167,7 +187,7 @@ DECODE: dict[str, dict[tuple, DecodeChoice]] = {
         ("fp8", 64, "short"): DecodeChoice(128, 4, 2, 2, 1, "bytes", 3, False),
         ("fp8", 64, "small pages"): DecodeChoice(128, 4, 3, 3, 2, "bytes", 3, False),
         ("fp8", 128, "long"): DecodeChoice(128, 4, 4, 1, 2, "bytes", 3, True),
-        ("fp8", 128, "short"): DecodeChoice(128, 4, 3, 1, 2, "bytes", 3, False),
+        ("fp8", 128, "short"): DecodeChoice(128, 4, 3, 1, 1, "bytes", 3, False),
         ("fp8", 128, "small pages"): DecodeChoice(128, 4, 3, 2, 2, "bytes", 3, False),
         ("fp8", 256, "long"): DecodeChoice(128, 4, 3, 1, 2, "bytes", 3, True),
         ("fp8", 256, "short"): DecodeChoice(128, 4, 3, 2, 1, "bytes", 3, False),
@@ -176,7 +196,7 @@ DECODE: dict[str, dict[tuple, DecodeChoice]] = {
         ("int8", 64, "short"): DecodeChoice(128, 4, 3, 2, 1, "bytes", 2, False),
         ("int8", 64, "small pages"): DecodeChoice(128, 4, 2, 4, 2, "bytes", 2, False),
         ("int8", 128, "long"): DecodeChoice(128, 4, 4, 1, 2, "bytes", 2, False),
-        ("int8", 128, "short"): DecodeChoice(128, 4, 3, 1, 2, "bytes", 2, False),
+        ("int8", 128, "short"): DecodeChoice(128, 4, 3, 1, 1, "bytes", 2, False),
         ("int8", 128, "small pages"): DecodeChoice(128, 4, 3, 2, 2, "bytes", 2, False),
         ("int8", 256, "long"): DecodeChoice(128, 4, 3, 1, 2, "bytes", 2, True),
         ("int8", 256, "short"): DecodeChoice(128, 4, 2, 2, 1, "bytes", 2, False),
@@ -227,10 +247,47 @@ UNIFIED: dict[str, dict[tuple, UnifiedPlan]] = {
     },
 }
 # end table
+# Hopper's own kernel, by head size: as many stages as shared memory holds beside the query.
+SPECIALISED: dict[int, SpecialisedPlan] = {
+    64: SpecialisedPlan(128, 4, 4, True),
+    128: SpecialisedPlan(128, 3, 3),
+    256: SpecialisedPlan(64, 3, 2),
+}
+# Rows a request below which that kernel's 128 rows a program would mostly be empty.
+SPECIALISED_ROWS = 256
+
+
+@lru_cache
+def gluon_compiles() -> bool:
+    """Whether hopper.py is for this Triton: Gluon's names change from version to version, and these were compiled."""
+    if not triton.__version__.startswith(("3.6.", "3.9.")) or torch.version.hip is not None:
+        return False
+    try:
+        from . import hopper  # noqa: F401
+    except Exception:  # whatever a build without Gluon raises: the other kernel serves every call
+        return False
+    return True
+
+
+def plan_specialised(shape: AttentionShape, max_query_len: int, gpu: Gpu) -> SpecialisedPlan | None:
+    """The plan of Hopper's own kernel, None where it does not take the shape."""
+    takes = (
+        gpu.kind == "hopper"
+        and shape.query_dtype in (torch.bfloat16, torch.float16)
+        and shape.pool_dtype == shape.query_dtype
+        and shape.head_dim == shape.value_dim
+        and shape.head_dim in SPECIALISED
+        and shape.group <= 64
+        and max_query_len * shape.group >= SPECIALISED_ROWS
+        and gluon_compiles()
+    )
+    return SPECIALISED[shape.head_dim] if takes else None
 
 
 def storage_of(shape: AttentionShape) -> str:
-    """How keys are stored, as the table says it."""
+    """How keys are stored, as the table says it; "int4" where values alone are."""
+    if shape.packed:
+        return "int4"
     return {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(shape.pool_dtype, "16-bit")
 
 
@@ -271,9 +328,11 @@ def tile_bytes(block_m: int, block_n: int, stages: int, shape: AttentionShape, *
     """Shared memory of a tile: the query, and K and V for each stage; 8-bit tiles are converted to the query's type."""
     d = triton.next_power_of_2(shape.head_dim)
     dv = triton.next_power_of_2(shape.value_dim)
-    copies = shape.query_dtype.itemsize if converted and shape.pool_dtype.itemsize != shape.query_dtype.itemsize else 0
-    key = stages * shape.pool_dtype.itemsize + copies
-    return block_m * d * shape.query_dtype.itemsize + block_n * (d + dv) * key
+    size = block_m * d * shape.query_dtype.itemsize
+    for channels, dtype in ((d, shape.pool_dtype), (dv, shape.value_pool_dtype)):
+        copies = shape.query_dtype.itemsize if converted and dtype.itemsize != shape.query_dtype.itemsize else 0
+        size += block_n * channels * (stages * dtype.itemsize + copies)
+    return size
 
 
 def plan_unified(
@@ -283,6 +342,7 @@ def plan_unified(
     gpu = gpu or gpu_of(shape.device)
     wide = max(shape.head_dim, shape.value_dim) > 128
     plan = _row(UNIFIED, gpu, shape, prefill_regime(shape, gpu), "long") or UnifiedPlan(128, 64, 8 if wide else 4, 2)
+    plan = replace(plan, specialised=plan_specialised(shape, max_query_len, gpu))
     group_rows = triton.next_power_of_2(shape.group)
     rows = max(16, group_rows, min(plan.block_m, triton.next_power_of_2(max_query_len * shape.group)))
     # A warp takes 16 rows at least.
@@ -290,7 +350,7 @@ def plan_unified(
     while tile_bytes(plan.block_m, plan.block_n, plan.num_stages, shape) > gpu.shared_memory:
         if plan.num_stages > 2:
             plan = replace(plan, num_stages=plan.num_stages - 1)
-        elif plan.block_n > 16:
+        elif plan.block_n > shape.fewest_keys:
             plan = replace(plan, block_n=plan.block_n // 2)
         elif plan.block_m > max(16, group_rows):
             plan = replace(plan, block_m=plan.block_m // 2)
@@ -315,7 +375,7 @@ def plan_decode(
     while size(plan) > gpu.shared_memory // (1 if row.programs_per_sm == 1 else 2):
         if plan.num_stages > 2:
             plan = replace(plan, num_stages=plan.num_stages - 1)
-        elif plan.block_n > 16:
+        elif plan.block_n > shape.fewest_keys:
             plan = replace(plan, block_n=plan.block_n // 2)
         else:
             return replace(plan, num_stages=1)

@@ -5,13 +5,26 @@ Arithmetic is float32, or float64 when the query is float64.
 
 import torch
 
+from .int4 import dequantize_keys, dequantize_values, quantize_values
 
-def _entries(pool, scales, blocks, length, dtype):
-    """The first `length` keys or values of the pages `blocks`, dequantised: [length, Hkv, D]."""
-    entries = pool[blocks].flatten(0, 1)[:length].to(dtype)
-    if scales is not None:
-        entries = entries * scales[blocks].flatten(0, 1)[:length, :, None].to(dtype)
-    return entries
+
+def decode_keys(pool: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The keys [..., block_size, Hkv, D] of a pool, or of some of its blocks."""
+    if pool.dtype == torch.uint8:
+        return dequantize_keys(pool, scales, dtype)
+    return pool.to(dtype) if scales is None else pool.to(dtype) * scales.unsqueeze(-1).to(dtype)
+
+
+def decode_values(pool: torch.Tensor, scales: torch.Tensor | None, dtype: torch.dtype = torch.float32) -> torch.Tensor:
+    """The values [..., block_size, Hkv, Dv] of a pool, or of some of its blocks."""
+    if pool.dtype == torch.uint8:
+        return dequantize_values(pool, scales, dtype)
+    return decode_keys(pool, scales, dtype)
+
+
+def _entries(decode, pool, scales, blocks, length, dtype):
+    """The first `length` keys or values of the pages `blocks`, decoded: [length, Hkv, D]."""
+    return decode(pool[blocks], None if scales is None else scales[blocks], dtype).flatten(0, 1)[:length]
 
 
 def reference_attention(
@@ -31,6 +44,10 @@ def reference_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     kv_start: torch.Tensor | None = None,
+    k_tail: torch.Tensor | None = None,
+    v_tail: torch.Tensor | None = None,
+    tail_table: torch.Tensor | None = None,
+    sealed_lens: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
 ) -> torch.Tensor:
@@ -55,8 +72,15 @@ def reference_attention(
         first = max(first_keys[request], 0 if window is None else length - len(q) - window + 1, 0) // block_size
         offset = first * block_size
         blocks = block_table[request, first : -(-length // block_size)].long()
-        k = _entries(k_pool, k_scale, blocks, max(length - offset, 0), dtype)
-        v = _entries(v_pool, v_scale, blocks, max(length - offset, 0), dtype)
+        count = max(length - offset, 0)
+        sealed = count if sealed_lens is None else min(max(int(sealed_lens[request]) - offset, 0), count)
+        blocks = blocks[: -(-sealed // block_size)]
+        k = _entries(decode_keys, k_pool, k_scale, blocks, sealed, dtype)
+        v = _entries(decode_values, v_pool, v_scale, blocks, sealed, dtype)
+        if sealed < count:
+            newest = tail_table[request, first + sealed // block_size : -(-length // block_size)].long()
+            k = torch.cat([k, k_tail[newest].flatten(0, 1)[: count - sealed].to(dtype)])
+            v = torch.cat([v, v_tail[newest].flatten(0, 1)[: count - sealed].to(dtype)])
         key_pos = torch.arange(offset, offset + len(k), device=query.device)
         query_pos = torch.arange(length - len(q), length, device=query.device)
 
@@ -118,14 +142,19 @@ def reference_write_kv(
 ) -> None:
     """What `write_kv` does; see there for shapes."""
     held = slot_mapping >= 0
-    slots = slot_mapping[held]
-    at = slots // k_pool.shape[1], slots % k_pool.shape[1]
     for new, pool, scales in ((key, k_pool, k_scale), (value, v_pool, v_scale)):
-        x = new[held]
-        if scales is None:
-            pool[at] = x.to(pool.dtype)
-        else:
-            codes, row_scales = quantize(x.float(), pool.dtype)
-            # Indexed writes of float8 are not implemented everywhere; bytes are.
-            pool.view(torch.uint8)[at] = codes.view(torch.uint8)
-            scales[at] = row_scales
+        write_rows(new[held], pool, scales, slot_mapping[held])
+
+
+def write_rows(new: torch.Tensor, pool: torch.Tensor, scales: torch.Tensor | None, slots: torch.Tensor) -> None:
+    """New keys or values [N, Hkv, D] into slots [N] of one pool, in a format that encodes a token by itself."""
+    at = slots // pool.shape[1], slots % pool.shape[1]
+    if scales is None:
+        pool[at] = new.to(pool.dtype)
+    elif pool.dtype == torch.uint8:
+        pool[at], scales[at] = quantize_values(new)
+    else:
+        codes, row_scales = quantize(new.float(), pool.dtype)
+        # Indexed writes of float8 are not implemented everywhere; bytes are.
+        pool.view(torch.uint8)[at] = codes.view(torch.uint8)
+        scales[at] = row_scales

@@ -8,7 +8,8 @@ with s in units of log2 e, so that the exponential is the hardware's exp2.
 import triton
 import triton.language as tl
 
-from .convert import FLOAT, decode_tile
+from .convert import FLOAT, INT4, decode_tile
+from .int4 import load_int4_keys, load_int4_values
 from .pages import tile_offsets, tile_pages
 
 LOG2_E = tl.constexpr(1.4426950408889634)
@@ -59,7 +60,8 @@ def attend_tiles(
     D: tl.constexpr,
     DV: tl.constexpr,
     WINDOW: tl.constexpr,
-    FORMAT: tl.constexpr,
+    KEY_FORMAT: tl.constexpr,
+    VALUE_FORMAT: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -74,6 +76,9 @@ def attend_tiles(
     `scale` is not negative, in natural units with a softcap, else already times log2 e. k_desc, v_desc: None, or the
     pools as matrices (`PoolMatrix`), whose rows k_row and v_row are the first of this KV head.
     """
+    # One scale a token, which multiplies its column of scores or probabilities.
+    KEY_SCALED: tl.constexpr = KEY_FORMAT != FLOAT and KEY_FORMAT != INT4
+    VALUE_SCALED: tl.constexpr = VALUE_FORMAT != FLOAT and VALUE_FORMAT != INT4
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     next_pages = tile_pages(table_ptr, first_tile, last_tile, first_held, end, PAGE, BLOCK_N, MASKED)
@@ -83,7 +88,29 @@ def attend_tiles(
         held = (keys >= first_held) & (keys < end)
         pages = next_pages.to(tl.int64)
         next_pages = tile_pages(table_ptr, tile + 1, last_tile, first_held, end, PAGE, BLOCK_N, MASKED)
-        if k_desc is not None:
+        if KEY_FORMAT == INT4:
+            k = tl.trans(
+                load_int4_keys(
+                    k_ptr,
+                    k_scale_ptr,
+                    table_ptr,
+                    pages,
+                    first_key,
+                    first_held,
+                    end,
+                    stride_k_block,
+                    stride_k_slot,
+                    stride_ks_block,
+                    stride_ks_slot,
+                    D,
+                    PAGE,
+                    BLOCK_N,
+                    BLOCK_D,
+                    MASKED,
+                    q.dtype,
+                )
+            )
+        elif k_desc is not None:
             k = tl.trans(k_desc.load([k_row + pages.to(tl.int32) * k_block_rows + first_key % PAGE, 0]))
         else:
             k_offsets = tile_offsets(pages, first_key, stride_k_block, stride_k_slot, PAGE, BLOCK_N)
@@ -94,8 +121,8 @@ def attend_tiles(
                 k = tl.load(k_at, mask=d[:, None] < D, other=0)
             else:
                 k = tl.load(k_at)
-        s = tl.dot(q, decode_tile(k, FORMAT, q.dtype), input_precision="ieee")
-        if FORMAT != FLOAT:
+        s = tl.dot(q, decode_tile(k, KEY_FORMAT, q.dtype), input_precision="ieee")
+        if KEY_SCALED:
             ks_at = k_scale_ptr + tile_offsets(pages, first_key, stride_ks_block, stride_ks_slot, PAGE, BLOCK_N)
             if MASKED:
                 s *= (tl.load(ks_at, mask=held, other=0.0) * scale)[None, :]
@@ -114,7 +141,7 @@ def attend_tiles(
             # A row that has seen no key yet keeps row_max = -inf; -inf - -inf would be NaN.
             safe_max = tl.where(new_max == float("-inf"), 0.0, new_max)
             p = tl.exp2(s - safe_max[:, None])
-        elif FORMAT == FLOAT and softcap is None:
+        elif not KEY_SCALED and softcap is None:
             # Scaled after the maximum: one fused multiply-add an element.
             new_max = tl.maximum(row_max, tl.max(s, 1) * scale)
             safe_max = new_max
@@ -125,12 +152,29 @@ def attend_tiles(
             p = tl.exp2(s - new_max[:, None])
         alpha = tl.exp2(row_max - safe_max)
         row_sum = row_sum * alpha + tl.sum(p, 1)
-        if v_desc is not None:
+        if VALUE_FORMAT == INT4:
+            v = load_int4_values(
+                v_ptr,
+                v_scale_ptr,
+                pages,
+                first_key,
+                held if MASKED else keys >= 0,
+                stride_v_block,
+                stride_v_slot,
+                stride_vs_block,
+                stride_vs_slot,
+                DV,
+                PAGE,
+                BLOCK_N,
+                BLOCK_DV,
+                VALUE_DTYPE,
+            )
+        elif v_desc is not None:
             if VALUES_BY_SLOT:
                 v = tl.trans(v_desc.load([v_row + pages.to(tl.int32) * v_block_rows, first_key % PAGE]))
             else:
                 v = v_desc.load([v_row + pages.to(tl.int32) * v_block_rows + first_key % PAGE, 0])
-            if MASKED and FORMAT == FLOAT:
+            if MASKED and VALUE_FORMAT == FLOAT:
                 # Slots never written may hold NaN, and 0 * NaN is NaN. Bytes are never NaN once they are decoded.
                 v = tl.where(held[:, None], v, 0.0)
         else:
@@ -145,13 +189,13 @@ def attend_tiles(
                 v = tl.load(v_at, mask=dv[None, :] < DV, other=0)
             else:
                 v = tl.load(v_at)
-        if FORMAT != FLOAT:
+        if VALUE_SCALED:
             vs_at = v_scale_ptr + tile_offsets(pages, first_key, stride_vs_block, stride_vs_slot, PAGE, BLOCK_N)
             if MASKED:
                 p *= tl.load(vs_at, mask=held, other=0.0)[None, :]
             else:
                 p *= tl.load(vs_at)[None, :]
         acc = acc * alpha[:, None]
-        acc = tl.dot(p.to(VALUE_DTYPE), decode_tile(v, FORMAT, VALUE_DTYPE), acc, input_precision="ieee")
+        acc = tl.dot(p.to(VALUE_DTYPE), decode_tile(v, VALUE_FORMAT, VALUE_DTYPE), acc, input_precision="ieee")
         row_max = new_max
     return acc, row_max, row_sum

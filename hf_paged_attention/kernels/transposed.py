@@ -141,7 +141,11 @@ def attend_tiles_transposed(
         else:
             k_offsets = tile_offsets(pages, first_key, stride_k_block, stride_k_slot, PAGE, BLOCK_N)
             k_at = k_ptr + k_offsets[:, None] + d[None, :] * stride_k_d
-            k = tl.load(k_at, mask=d[None, :] < D, other=0.0) if BLOCK_D != D else tl.load(k_at)
+            k = (
+                tl.load(k_at, mask=d[None, :] < D, other=0.0)
+                if BLOCK_D != D
+                else tl.load(k_at, eviction_policy="evict_first")
+            )
         if BYTES:
             if FORMAT == E4M3:
                 k = k.to(tl.float8e4nv, bitcast=True)
@@ -184,7 +188,11 @@ def attend_tiles_transposed(
             if BYTES and PAGE < BLOCK_N:
                 # Slots of a page follow one another, which the compiler cannot see through the table.
                 v_at = tl.max_contiguous(tl.multiple_of(v_at, (1, PAGE)), (1, PAGE))
-            v = tl.load(v_at, mask=dv[:, None] < DV, other=0.0) if BLOCK_DV != DV else tl.load(v_at)
+            v = (
+                tl.load(v_at, mask=dv[:, None] < DV, other=0.0)
+                if BLOCK_DV != DV
+                else tl.load(v_at, eviction_policy="evict_first")
+            )
         if MASKED and FORMAT != INT8:
             # Slots never written may hold NaN, and 0 * NaN is NaN.
             if FORMAT == E4M3:

@@ -4,7 +4,8 @@
     over the keys max(kv_start, pos_t - window + 1) <= j <= pos_t
 
 query [N, Hq, D], pools [num_blocks, block_size, Hkv, D or Dv], out [N, Hq, Dv]; G = Hq / Hkv heads share a KV head and
-fill the rows of one tile: row r is token r // G of the tile, head r % G of the group.
+fill the rows of one tile: row r is token r // G of the tile, head r % G of the group. Keys and values may be stored in
+different formats. Where keys are int4, those from sealed_lens [R] on are in the tail's pools, as they arrived.
 Grid: (KV heads, tiles of BLOCK_M // G query tokens over all requests), a request's last (longest) tile first.
 """
 
@@ -84,11 +85,25 @@ def _unified_kernel(
     k_block_rows,
     v_head_rows,
     v_block_rows,
+    k_tail_ptr,
+    v_tail_ptr,
+    tail_table_ptr,
+    sealed_lens_ptr,
+    stride_kt_block,
+    stride_kt_slot,
+    stride_kt_head,
+    stride_kt_d,
+    stride_vt_block,
+    stride_vt_slot,
+    stride_vt_head,
+    stride_vt_d,
+    stride_tail_table,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     DV: tl.constexpr,
     WINDOW: tl.constexpr,
-    FORMAT: tl.constexpr,
+    KEY_FORMAT: tl.constexpr,
+    VALUE_FORMAT: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_M: tl.constexpr,
     BLOCK_N: tl.constexpr,
@@ -98,6 +113,7 @@ def _unified_kernel(
     VALUE_DTYPE: tl.constexpr,
     VALUES_BY_SLOT: tl.constexpr,
     NEGATED: tl.constexpr,
+    TAIL: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     follow(DEPENDENT)
@@ -150,15 +166,22 @@ def _unified_kernel(
     if WINDOW > 0:
         first_held = tl.maximum(kv_start, first_pos - WINDOW + 1)
         first_full = tl.maximum(kv_start, last_pos - WINDOW + 1)
+    pool_end = end
+    full_end = first_pos + 1
+    if TAIL:
+        sealed = tl.load(sealed_lens_ptr + request)
+        pool_end = tl.minimum(end, sealed)
+        full_end = tl.minimum(full_end, sealed)
     first_tile = first_held // BLOCK_N
-    last_tile = tl.cdiv(end, BLOCK_N)
+    last_tile = tl.cdiv(pool_end, BLOCK_N)
     full_tile = tl.minimum(tl.cdiv(first_full, BLOCK_N), last_tile)
-    diagonal_tile = tl.maximum((first_pos + 1) // BLOCK_N, full_tile)
+    diagonal_tile = tl.maximum(full_end // BLOCK_N, full_tile)
 
     k_ptr += kv_head.to(tl.int64) * stride_k_head
     v_ptr += kv_head.to(tl.int64) * stride_v_head
-    if FORMAT != FLOAT:
+    if KEY_FORMAT != FLOAT:
         k_scale_ptr += kv_head.to(tl.int64) * stride_ks_head
+    if VALUE_FORMAT != FLOAT:
         v_scale_ptr += kv_head.to(tl.int64) * stride_vs_head
     table_ptr += request.to(tl.int64) * stride_table
     # Without a window or a first key nothing is cut before the diagonal, and there is no code for it.
@@ -182,7 +205,7 @@ def _unified_kernel(
             low,
             high,
             first_held,
-            end,
+            pool_end,
             k_ptr,
             v_ptr,
             k_scale_ptr,
@@ -209,7 +232,8 @@ def _unified_kernel(
             D,
             DV,
             WINDOW,
-            FORMAT,
+            KEY_FORMAT,
+            VALUE_FORMAT,
             PAGE,
             BLOCK_N,
             BLOCK_D,
@@ -219,8 +243,60 @@ def _unified_kernel(
             VALUES_BY_SLOT,
         )
 
+    if TAIL:
+        tail_first = tl.maximum(first_held, sealed)
+        # The newest tokens, as they arrived. What the pool's values leave out, these hold.
+        acc = acc * out_factor
+        tail_table_ptr += request.to(tl.int64) * stride_tail_table
+        acc, row_max, row_sum = attend_tiles(
+            acc,
+            row_max,
+            row_sum,
+            q,
+            row_pos,
+            tail_first // BLOCK_N,
+            tl.where(end > sealed, tl.cdiv(end, BLOCK_N), 0),
+            tail_first,
+            end,
+            k_tail_ptr + kv_head.to(tl.int64) * stride_kt_head,
+            v_tail_ptr + kv_head.to(tl.int64) * stride_vt_head,
+            None,
+            None,
+            tail_table_ptr,
+            scale,
+            softcap,
+            stride_kt_block,
+            stride_kt_slot,
+            stride_kt_d,
+            stride_vt_block,
+            stride_vt_slot,
+            stride_vt_d,
+            0,
+            0,
+            0,
+            0,
+            None,
+            None,
+            0,
+            0,
+            0,
+            0,
+            D,
+            DV,
+            WINDOW,
+            FLOAT,
+            FLOAT,
+            PAGE,
+            BLOCK_N,
+            BLOCK_D,
+            BLOCK_DV,
+            True,
+            VALUE_DTYPE,
+            False,
+        )
+
     total = tl.where(row_sum == 0.0, 1.0, row_sum)
-    out = acc * (out_factor / total)[:, None]
+    out = acc * ((1.0 if TAIL else out_factor) / total)[:, None]
     out_at = out_ptr + (row_token * stride_out_token + heads * stride_out_head)[:, None] + dv[None, :]
     tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=row_held[:, None] & (dv[None, :] < DV))
     if lse_ptr is not None:
@@ -245,6 +321,10 @@ def unified_attention(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     kv_start: torch.Tensor | None = None,
+    k_tail: torch.Tensor | None = None,
+    v_tail: torch.Tensor | None = None,
+    tail_table: torch.Tensor | None = None,
+    sealed_lens: torch.Tensor | None = None,
     out: torch.Tensor | None = None,
     lse: torch.Tensor | None = None,
     plan: UnifiedPlan | None = None,
@@ -253,9 +333,10 @@ def unified_attention(
 
     Args:
         query: [N, Hq, D], float32, bfloat16 or float16, last dimension contiguous.
-        k_pool: [num_blocks, block_size, Hkv, D], any strides; a float dtype, int8 or float8_e4m3fn. block_size is a
-            power of two of at least 16, or anything when the table has one column.
-        v_pool: [num_blocks, block_size, Hkv, Dv], any strides, dtype of k_pool.
+        k_pool: [num_blocks, block_size, Hkv, D], any strides; a float dtype, int8, float8_e4m3fn, or uint8 for int4,
+            [num_blocks, block_size, Hkv, D / 2] as in int4.py. block_size is a power of two of at least 16 (32 for int4
+            keys), or anything when the table has one column.
+        v_pool: [num_blocks, block_size, Hkv, Dv], as k_pool; the dtypes may differ.
         query_start_loc: int32 [R + 1], first query token of each request; may end before N.
         seq_lens: int32 [R], cached tokens with the new ones. Query t of request r is at seq_lens[r] - query_len + t.
         block_table: int32 [R, max_blocks], the block of each block_size keys.
@@ -264,8 +345,13 @@ def unified_attention(
         window: keys a query sees, itself included; None for all.
         softcap: c in s -> c tanh(s / c), applied to scaled scores (Gemma 2).
         sinks: [Hq], a logit a head with no value (gpt-oss); not scaled.
-        k_scale, v_scale: float32 [num_blocks, block_size, Hkv], what 8-bit keys and values are multiplied by.
+        k_scale, v_scale: float32 [num_blocks, block_size, Hkv], what 8-bit keys and values are multiplied by; float16
+            scales and zero points of int4, [num_blocks, block_size / 32, Hkv, 2, D] for keys and [num_blocks,
+            block_size, Hkv, 2, groups] for values, contiguous in the last two.
         kv_start: int32 [R], keys before it are not attended.
+        k_tail, v_tail, tail_table, sealed_lens: for int4 keys, the request's tokens from sealed_lens [R] on, a multiple
+            of block_size, which are not encoded yet: pools as k_pool and v_pool of a float dtype, with a table as
+            block_table whose column c holds the same keys.
         out: [N, Hq, Dv] to write to, query's dtype, last dimension contiguous.
         lse: float32 [N, Hq] to write the natural log-sum-exp of each row's logits (sink included) to.
         plan: a `UnifiedPlan` to use instead of the one chosen for the shape.
@@ -278,7 +364,7 @@ def unified_attention(
     """
     shape = check_attention(
         query, k_pool, v_pool, query_start_loc, seq_lens, block_table, window, softcap, sinks, k_scale, v_scale,
-        kv_start, out, lse,
+        kv_start, k_tail, v_tail, tail_table, sealed_lens, out, lse,
     )  # fmt: skip
     if out is None:
         out = query.new_empty(shape.tokens, shape.query_heads, shape.value_dim)
@@ -286,14 +372,23 @@ def unified_attention(
         return out
     if plan is None:
         plan = plan_unified(shape, max_query_len=max_query_len, max_seq_len=max_seq_len, window=window)
+    if plan.specialised and softcap is None and shape.page == k_pool.shape[1]:
+        from .hopper import specialised_attention  # Gluon, which not every Triton has
+
+        taken = specialised_attention(
+            query, k_pool, v_pool, out, shape, plan.specialised, query_start_loc=query_start_loc, seq_lens=seq_lens,
+            block_table=block_table, scale=scale, window=window, sinks=sinks, kv_start=kv_start, lse=lse,
+        )  # fmt: skip
+        if taken:
+            return out
     k_bytes, v_bytes = pool_bytes(k_pool), pool_bytes(v_pool)
-    factor = pool_factor(k_pool.dtype)
-    key_dtype, value_dtype = dot_dtypes(query.dtype, k_pool.dtype)
+    key_factor, out_factor = pool_factor(k_pool.dtype), pool_factor(v_pool.dtype)
+    key_dtype, value_dtype = dot_dtypes(query.dtype, v_pool.dtype)
     block_d, block_dv = triton.next_power_of_2(shape.head_dim), triton.next_power_of_2(shape.value_dim)
     k_matrix = v_matrix = None
     if plan.descriptors and shape.page == k_pool.shape[1]:
-        k_matrix = pool_matrix(k_bytes, keys=plan.block_n, channels=block_d)
-        v_matrix = pool_matrix(v_bytes, keys=plan.block_n, channels=block_dv)
+        k_matrix = pool_matrix(k_bytes, keys=plan.block_n, channels=block_d) if k_pool.dtype != torch.uint8 else None
+        v_matrix = pool_matrix(v_bytes, keys=plan.block_n, channels=block_dv) if v_pool.dtype != torch.uint8 else None
     grid = (shape.kv_heads, shape.tokens // (plan.block_m // shape.group) + shape.requests)
     _unified_kernel[grid](
         query,
@@ -309,15 +404,15 @@ def unified_attention(
         block_table,
         kv_start,
         shape.requests,
-        abs(scale) * factor * (1.0 if softcap else LOG2_E.value),
+        abs(scale) * key_factor * (1.0 if softcap else LOG2_E.value),
         softcap,
-        factor,
+        out_factor,
         query.stride(0),
         query.stride(1),
         *k_bytes.stride(),
         *v_bytes.stride(),
-        *strides_or_zeros(k_scale, 3),
-        *strides_or_zeros(v_scale, 3),
+        *strides_or_zeros(k_scale, 3)[:3],
+        *strides_or_zeros(v_scale, 3)[:3],
         out.stride(0),
         out.stride(1),
         *strides_or_zeros(lse, 2),
@@ -328,11 +423,19 @@ def unified_attention(
         k_matrix.rows_a_block if k_matrix else 0,
         v_matrix.rows_a_head if v_matrix else 0,
         v_matrix.rows_a_block if v_matrix else 0,
+        k_tail,
+        v_tail,
+        tail_table,
+        sealed_lens,
+        *strides_or_zeros(k_tail, 4),
+        *strides_or_zeros(v_tail, 4),
+        0 if tail_table is None else tail_table.stride(0),
         GROUP=shape.group,
         D=shape.head_dim,
         DV=shape.value_dim,
         WINDOW=window or 0,
-        FORMAT=pool_format(k_pool.dtype).value,
+        KEY_FORMAT=pool_format(k_pool.dtype).value,
+        VALUE_FORMAT=pool_format(v_pool.dtype).value,
         PAGE=shape.page,
         BLOCK_M=plan.block_m,
         BLOCK_N=plan.block_n,
@@ -342,6 +445,7 @@ def unified_attention(
         VALUE_DTYPE=value_dtype,
         VALUES_BY_SLOT=v_pool.stride(1) == 1,
         NEGATED=scale < 0,
+        TAIL=sealed_lens is not None,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
         **dependent_launch(query.device),

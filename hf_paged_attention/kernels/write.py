@@ -15,6 +15,7 @@ from .checks import check_write, strides_or_zeros
 from .convert import (
     E4M3_MAX,
     FLOAT,
+    INT4,
     INT8,
     INT8_MAX,
     SMALLEST_SCALE,
@@ -24,6 +25,7 @@ from .convert import (
     round_half_even,
 )
 from .dependent import dependent_launch, follow
+from .int4 import store_int4_values
 from .launch import plan_write
 from .rotate import turn_arguments, turned_rows
 
@@ -44,6 +46,31 @@ def _store_rows(x, pool_at, scale_at, row_held, held, FORMAT: tl.constexpr, TRAN
     if TRANSPOSED:
         code = tl.trans(code)
     tl.store(pool_at, code, mask=held)
+
+
+@triton.jit
+def store_values(
+    value,
+    v_row,
+    scale_at,
+    row_held,
+    stride_v_d,
+    FORMAT: tl.constexpr,
+    BY_SLOT: tl.constexpr,
+    ROWS: tl.constexpr,
+    DV: tl.constexpr,
+    BLOCK_DV: tl.constexpr,
+):
+    """Encode rows of values [ROWS, BLOCK_DV] and store them at v_row [ROWS], their scales at scale_at [ROWS]."""
+    dv = tl.arange(0, BLOCK_DV)
+    if FORMAT == INT4:
+        store_int4_values(value, v_row, scale_at, row_held, ROWS, DV, BLOCK_DV)
+    elif BY_SLOT:
+        held = row_held[None, :] & (dv[:, None] < DV)
+        _store_rows(value, v_row[None, :] + dv[:, None] * stride_v_d, scale_at, row_held, held, FORMAT, True)
+    else:
+        held = row_held[:, None] & (dv[None, :] < DV)
+        _store_rows(value, v_row[:, None] + dv[None, :] * stride_v_d, scale_at, row_held, held, FORMAT, False)
 
 
 @triton.jit
@@ -81,7 +108,8 @@ def _write_kernel(
     stride_vs_head,
     D: tl.constexpr,
     DV: tl.constexpr,
-    FORMAT: tl.constexpr,
+    KEY_FORMAT: tl.constexpr,
+    VALUE_FORMAT: tl.constexpr,
     BY_SLOT: tl.constexpr,
     BLOCK_ROWS: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -115,24 +143,19 @@ def _write_kernel(
         key = tl.load(key_at[:, None] + d[None, :], mask=held, other=0.0)
     k_at = k_ptr + (block * stride_k_block + slot * stride_k_slot + heads * stride_k_head)[:, None]
     ks_at = k_scale_ptr
-    if FORMAT != FLOAT:
+    if KEY_FORMAT != FLOAT:
         ks_at = k_scale_ptr + block * stride_ks_block + slot * stride_ks_slot + heads * stride_ks_head
-    _store_rows(key, k_at + d[None, :] * stride_k_d, ks_at, row_held, held, FORMAT, False)
+    _store_rows(key, k_at + d[None, :] * stride_k_d, ks_at, row_held, held, KEY_FORMAT, False)
 
     dv = tl.arange(0, BLOCK_DV)
     held = row_held[:, None] & (dv[None, :] < DV)
     value_at = value_ptr + (tokens * stride_value_token + heads * stride_value_head)[:, None] + dv[None, :]
     value = tl.load(value_at, mask=held, other=0.0)
     v_row = v_ptr + block * stride_v_block + slot * stride_v_slot + heads * stride_v_head
-    if BY_SLOT:
-        v_at = v_row[None, :] + dv[:, None] * stride_v_d
-        held = row_held[None, :] & (dv[:, None] < DV)
-    else:
-        v_at = v_row[:, None] + dv[None, :] * stride_v_d
     vs_at = v_scale_ptr
-    if FORMAT != FLOAT:
+    if VALUE_FORMAT != FLOAT:
         vs_at = v_scale_ptr + block * stride_vs_block + slot * stride_vs_slot + heads * stride_vs_head
-    _store_rows(value, v_at, vs_at, row_held, held, FORMAT, BY_SLOT)
+    store_values(value, v_row, vs_at, row_held, stride_v_d, VALUE_FORMAT, BY_SLOT, BLOCK_ROWS, DV, BLOCK_DV)
 
 
 def write_kv(
@@ -153,10 +176,10 @@ def write_kv(
         value: [N, Hkv, Dv], as key.
         k_pool: [num_blocks, block_size, Hkv, D], any strides; a float dtype (values are rounded to it), int8
             (symmetric, scale = largest magnitude of a token and head / 127, half to even) or float8_e4m3fn (/ 448).
-        v_pool: [num_blocks, block_size, Hkv, Dv], any strides, dtype of k_pool.
+        v_pool: [num_blocks, block_size, Hkv, Dv], as k_pool; the dtypes may differ. uint8 [..., Dv / 2] for int4.
         slot_mapping: int64 [N], block * block_size + slot of each token; negative to leave it out.
         k_scale, v_scale: float32 [num_blocks, block_size, Hkv], written for 8-bit pools. A token of zeros gets a scale
-            that decodes to zeros.
+            that decodes to zeros. v_scale of int4: float16 [num_blocks, block_size, Hkv, 2, groups], as in int4.py.
         turn_factor: float32 [Hkv, D], contiguous: keys are stored turned (kernels/rotate.py), divided by it first.
 
     Raises:
@@ -197,10 +220,11 @@ def write_kv(
         *k_bytes.stride(),
         *v_bytes.stride(),
         *strides_or_zeros(k_scale, 3),
-        *strides_or_zeros(v_scale, 3),
+        *strides_or_zeros(v_scale, 3)[:3],
         D=head_dim,
         DV=value.shape[-1],
-        FORMAT=pool_format(k_pool.dtype).value,
+        KEY_FORMAT=pool_format(k_pool.dtype).value,
+        VALUE_FORMAT=pool_format(v_pool.dtype).value,
         BY_SLOT=by_slot,
         BLOCK_ROWS=plan.block_rows,
         BLOCK_D=triton.next_power_of_2(head_dim),

@@ -17,7 +17,8 @@ from hf_paged_attention import PagedCache
 from hf_paged_attention.attention import paged_attention
 from hf_paged_attention.cache.device_state import DeviceState
 from hf_paged_attention.cache.table import FREED
-from hf_paged_attention.kernels.rotate import unrotate_heads
+from hf_paged_attention.kernels import decode_keys, decode_values, unrotate_heads
+from hf_paged_attention.types import PagedKV
 
 BLOCK, WINDOW, HEADS, GROUP, DIM = 16, 24, 2, 2, 8
 WINDOWS = (WINDOW, None, WINDOW)
@@ -47,7 +48,7 @@ def small_config(**overrides):
 
 
 def small_cache(**arguments) -> PagedCache:
-    return PagedCache(small_config(), block_size=BLOCK, **arguments)
+    return PagedCache(small_config(), **{"block_size": BLOCK, **arguments})
 
 
 @functools.cache
@@ -92,7 +93,7 @@ def device_steps(cache: PagedCache, count: int):
 
     def step(tokens: list[int]) -> list[torch.Tensor]:
         sequences.enter_together()
-        state.follow(sequences.tables)
+        state.follow(sequences)
         state.advance()
         return run_pass(cache, [[token] for token in tokens])
 
@@ -149,15 +150,21 @@ def remembered_blocks(cache: PagedCache, window: int | None) -> list[int]:
 
 def check_counts(cache: PagedCache) -> None:
     """Every block is free or held, and held exactly as often as the tables' entries say."""
-    for table in cache.sequences.tables.values():
+    tail = cache.sequences.tail
+    for table in [*cache.sequences.tables.values(), *([] if tail is None else [tail])]:
         pool = table.pool
         entries = Counter(block for row in table.rows for block in row if block != FREED)
-        entries.update(remembered_blocks(cache, table.window))
+        if table is not tail:
+            entries.update(remembered_blocks(cache, table.window))
         assert {b: n for b, n in enumerate(pool.reference_counts) if n} == dict(entries)
         assert sorted(pool._free) == [b for b, n in enumerate(pool.reference_counts) if n == 0]
         assert pool.num_used + pool.num_free == pool.capacity
         assert pool.num_shared == sum(n > 1 for n in entries.values())
         assert pool.max_blocks is None or pool.num_used <= pool.max_blocks
+    if tail is not None and cache.get_seq_length():
+        for sealed, length in zip(tail.sealed, cache.sequences.lengths, strict=True):
+            assert sealed % cache.block_size == 0
+            assert sealed <= length
 
 
 def live_slots(table, lengths) -> dict[tuple[int, int], int]:
@@ -171,9 +178,22 @@ def live_slots(table, lengths) -> dict[tuple[int, int], int]:
     }
 
 
+def stored_slots(cache: PagedCache, layer) -> list[tuple[PagedKV, dict[tuple[int, int], int]]]:
+    """Where the layer's tokens are: each of its pools, and the slot there of every (row, position)."""
+    kv, lengths = layer.kv(), cache.sequences.lengths
+    slots = live_slots(layer.table, lengths)
+    if kv.tail is None:
+        return [(kv, slots)]
+    tail = cache.sequences.tail
+    newest = live_slots(tail, lengths)
+    assert set(newest) == {(row, at) for row, n in enumerate(lengths) for at in range(tail.sealed[row], n)}
+    return [(kv, {key: slot for key, slot in slots.items() if key not in newest}), (kv.tail, newest)]
+
+
 def check_contents(cache: PagedCache, rows: list[list[int]], tolerance: float = 0.0) -> None:
     """Every token that the next query may see is held, and everything held reads back as it was written."""
     assert cache.sequences.lengths == [len(row) for row in rows]
+    size = cache.block_size
     for index, layer in enumerate(cache.layers):
         slots = live_slots(layer.table, cache.sequences.lengths)
         for row, tokens in enumerate(rows):
@@ -181,33 +201,40 @@ def check_contents(cache: PagedCache, rows: list[list[int]], tolerance: float = 
             assert all((row, position) in slots for position in range(first, len(tokens)))
         if not slots:
             continue
-        kv = layer.kv()
-        where = torch.tensor(list(slots.values()))
-        want = [states(rows[row][position], index) for row, position in slots]
-        for part, pool, scale in ((1, kv.k_pool, kv.k_scale), (2, kv.v_pool, kv.v_scale)):
-            held = pool[where // BLOCK, where % BLOCK].float()
-            if scale is not None:
-                held = held * scale[where // BLOCK, where % BLOCK].unsqueeze(-1)
-            written = torch.stack([s[part] for s in want])
-            if part == 1 and kv.turn_factor is not None:
-                # Turning spreads a vector's error over its channels: it is bounded as a vector, in units of the factor.
-                error = (unrotate_heads(held, kv.turn_factor) - written) / kv.turn_factor
-                assert (error.norm(dim=-1) <= tolerance * (written / kv.turn_factor).norm(dim=-1)).all()
-            else:
-                torch.testing.assert_close(held, written, atol=tolerance, rtol=tolerance)
+        for kv, stored in stored_slots(cache, layer):
+            if not stored:
+                continue
+            where = torch.tensor(list(stored.values()))
+            want = [states(rows[row][position], index) for row, position in stored]
+            for part, held in ((1, decode_keys(kv.k_pool, kv.k_scale)), (2, decode_values(kv.v_pool, kv.v_scale))):
+                held = held[where // size, where % size]
+                written = torch.stack([s[part] for s in want])
+                if part == 1 and kv.turn_factor is not None:
+                    # Turning spreads a vector's error over its channels: it is bounded as a vector, in units of the
+                    # factor.
+                    error = (unrotate_heads(held, kv.turn_factor) - written) / kv.turn_factor
+                    assert (error.norm(dim=-1) <= tolerance * (written / kv.turn_factor).norm(dim=-1)).all()
+                else:
+                    torch.testing.assert_close(held, written, atol=tolerance, rtol=tolerance)
 
 
 def poison(cache: PagedCache) -> None:
     """NaN in every slot that holds no token: whoever reads it shows."""
+    size = cache.block_size
     for layer in cache.layers:
         if layer.storage is None:
             continue
-        free = torch.ones(layer.storage.num_blocks * BLOCK, dtype=torch.bool)
-        free[list(live_slots(layer.table, cache.sequences.lengths).values())] = False
-        free.view(-1, BLOCK)[remembered_blocks(cache, layer.window)] = False
-        blocks, offsets = free.nonzero().squeeze(1) // BLOCK, free.nonzero().squeeze(1) % BLOCK
-        kv = layer.kv()
-        for memory in (kv.k_pool, kv.v_pool, kv.k_scale, kv.v_scale):
-            if memory is not None and memory.dtype != torch.int8:
-                raw = memory.view(torch.uint8) if memory.dtype.itemsize == 1 else memory
-                raw[blocks, offsets] = 0x7F if raw.dtype == torch.uint8 else float("nan")  # e4m3's NaN is 0x7F
+        for kv, stored in stored_slots(cache, layer):
+            free = torch.ones(kv.k_pool.shape[0] * size, dtype=torch.bool)
+            free[list(stored.values())] = False
+            if kv is layer.kv():
+                free.view(-1, size)[remembered_blocks(cache, layer.window)] = False
+            blocks, offsets = free.nonzero().squeeze(1) // size, free.nonzero().squeeze(1) % size
+            for memory in (kv.k_pool, kv.v_pool, kv.k_scale, kv.v_scale):
+                if memory is None or memory.dtype in (torch.int8, torch.uint8):
+                    continue
+                if memory.shape[1] == size:
+                    raw = memory.view(torch.uint8) if memory.dtype.itemsize == 1 else memory
+                    raw[blocks, offsets] = 0x7F if raw.dtype == torch.uint8 else float("nan")  # e4m3's NaN is 0x7F
+                else:  # a scale a group of tokens, in whole blocks
+                    memory[free.view(-1, size).all(1)] = float("nan")

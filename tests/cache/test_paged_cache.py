@@ -53,10 +53,13 @@ def assert_outputs(got, past, new):
         ("fp16", torch.float32, 4 * DIM),
         ("int8", torch.bfloat16, 2 * DIM + 8),
         ("fp8", torch.bfloat16, 2 * DIM + 8),
+        (("int8", "auto"), torch.bfloat16, 3 * DIM + 4),
+        # 4 bits; for a key a 32nd of its channels' scales and zero points, for a value those of one group.
+        ("int4", torch.bfloat16, DIM + 4 * DIM // 32 + 4),
     ],
 )
 def test_bytes_of_a_token(kv_dtype, dtype, per_head):
-    cache = small_cache(kv_dtype=kv_dtype, dtype=dtype)
+    cache = small_cache(kv_dtype=kv_dtype, dtype=dtype, block_size=32)
     assert cache.bytes_per_token == LAYERS * HEADS * per_head
 
 
@@ -126,16 +129,16 @@ def test_rows_of_nothing_but_padding_give_zeros():
     assert_outputs(run_pass(cache, decode), [[], new[1]], decode)
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "bf16", "fp16", "int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "bf16", "fp16", "int8", "fp8", "int4"])
 def test_a_batch_of_nothing_but_padding(kv_dtype):
-    cache = small_cache(kv_dtype=kv_dtype)
+    cache = small_cache(kv_dtype=kv_dtype, block_size=32)
     assert all((out == 0).all() for out in run_pass(cache, [[None] * 5, [None] * 5]))
     assert cache.stats()["blocks_used"] == 0
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8", "int4"])
 def test_a_step_of_nothing_but_padding_after_a_prompt(kv_dtype):
-    cache = small_cache(kv_dtype=kv_dtype)
+    cache = small_cache(kv_dtype=kv_dtype, block_size=32)
     run_pass(cache, tokens(80))
     assert all((out == 0).all() for out in run_pass(cache, [[None] * 6]))
     assert cache.get_seq_length() == 86
@@ -269,10 +272,10 @@ def test_a_deep_copy_goes_its_own_way():
     check_contents(cache, [rows[0] + tokens(5, start=100)[0]])
 
 
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8", "int4"])
 def test_reset_gives_everything_back_and_starts_over(kv_dtype):
-    cache = small_cache(kv_dtype=kv_dtype)
-    rows = tokens(40, 40)
+    cache = small_cache(kv_dtype=kv_dtype, block_size=32)
+    rows = tokens(140, 140)
     first = run_pass(cache, rows)
     cache.reset()
     assert cache.get_seq_length() == 0
@@ -309,15 +312,15 @@ def test_a_first_pass_that_does_not_fit_leaves_an_empty_cache():
 
 @pytest.mark.parametrize("layer", range(LAYERS))
 @pytest.mark.parametrize("moment", ["before", "after", "writing"])
-@pytest.mark.parametrize("kv_dtype", ["auto", "int8"])
-def test_an_exception_in_a_pass_leaves_the_cache_as_before_it(layer, moment, kv_dtype):
-    cache, undisturbed = small_cache(kv_dtype=kv_dtype), small_cache(kv_dtype=kv_dtype)
+@pytest.mark.parametrize(("kv_dtype", "broken"), [("auto", 7), ("int8", 7), ("int4", 7), ("int4", 40)])
+def test_an_exception_in_a_pass_leaves_the_cache_as_before_it(layer, moment, kv_dtype, broken):
+    cache, undisturbed = (small_cache(kv_dtype=kv_dtype, block_size=32 if kv_dtype == "int4" else BLOCK) for _ in "12")
     rows = tokens(90)
     for each in (cache, undisturbed):
         run_pass(each, rows)
         each.batch_repeat_interleave(2)
     with pytest.raises(Interrupted):
-        run_pass(cache, tokens(7, 7, start=300), stop_at=(layer, moment))
+        run_pass(cache, tokens(broken, broken, start=300), stop_at=(layer, moment))
     assert cache.get_seq_length() == 90
     new = tokens(9, 9, start=100)
     for got, want in zip(run_pass(cache, new), run_pass(undisturbed, new), strict=True):

@@ -45,22 +45,34 @@ def fresh_memory_is_poisoned():
         ensure(self, num_blocks, limit)
         kv = self.kv()
         for memory in (kv.k_pool, kv.v_pool, kv.k_scale, kv.v_scale):
-            if memory is not None and memory.dtype in (torch.float32, torch.bfloat16):
+            if memory is not None and memory.dtype.is_floating_point and memory.dtype.itemsize > 1:
                 memory[before:] = float("nan")
 
-    Storage.ensure = poisoned
+    def poisoned_tail(self, num_blocks):
+        before = self.kv().tail.k_pool.shape[0]
+        ensure_tail(self, num_blocks)
+        for memory in (self.kv().tail.k_pool, self.kv().tail.v_pool):
+            memory[before:] = float("nan")
+
+    ensure_tail = Storage.ensure_tail
+    Storage.ensure, Storage.ensure_tail = poisoned, poisoned_tail
     yield
-    Storage.ensure = ensure
+    Storage.ensure, Storage.ensure_tail = ensure, ensure_tail
 
 
 class PagedCacheMachine(RuleBasedStateMachine):
-    kv_dtype, tolerance, prefixes = "auto", 0.0, False
+    kv_dtype, tolerance, block_size, prefixes = "auto", 0.0, BLOCK, False
     bounds = (None, None, 14)
 
     @initialize(bound=st.integers(0, 2), record=st.booleans())
     def start(self, bound, record):
         max_blocks = self.bounds[bound]
-        self.cache = small_cache(kv_dtype=self.kv_dtype, max_blocks=max_blocks, prefix_caching=self.prefixes)
+        self.cache = small_cache(
+            kv_dtype=self.kv_dtype,
+            block_size=self.block_size,
+            max_blocks=max_blocks,
+            prefix_caching=self.prefixes,
+        )
         self.next_token = 0
         self.told: list[list[int]] = []  # texts whose full blocks the prefix index may hold
         self.record = record
@@ -153,7 +165,7 @@ class PagedCacheMachine(RuleBasedStateMachine):
                 except CacheFullError:
                     self.check_that_it_is_full()
                 else:
-                    self.cache.sequences.crop(1)
+                    self.cache.crop(-1)
                     self.recorded = 0
         self.may_break = True
 
@@ -226,7 +238,7 @@ class PagedCacheMachine(RuleBasedStateMachine):
         check_contents(self.cache, self.rows, self.tolerance)
         sliding = self.cache.sequences.tables[WINDOW]
         if not self.cache.sequences.keeps_past:
-            bound = math.ceil(WINDOW / BLOCK) + 1
+            bound = math.ceil(WINDOW / self.block_size) + 1
             assert all(sum(block >= 0 for block in row) <= bound for row in sliding.rows)
         poison(self.cache)
 
@@ -249,7 +261,9 @@ class PrefixMachine(PagedCacheMachine):
     def remember(self):
         """As at the end of generate."""
         self.cache.sequences.remember(self.rows)
-        self.told += [row[: len(row) // BLOCK * BLOCK] for row in self.rows]
+        size, tail = self.block_size, self.cache.sequences.tail
+        stored = [len(row) for row in self.rows] if tail is None else tail.sealed
+        self.told += [row[: length // size * size] for row, length in zip(self.rows, stored, strict=True)]
 
     @rule(data=st.data(), told=st.booleans())
     def begin_again(self, data, told):
@@ -291,14 +305,12 @@ class PrefixMachine(PagedCacheMachine):
         self.holds_what_it_was_given()
         self.run([row[found:] for row in columns])
 
-    @staticmethod
-    def common_blocks(prompt, text) -> int:
-        blocks = 0
-        while (blocks + 1) * BLOCK <= min(len(prompt), len(text)) and (
-            prompt[blocks * BLOCK : (blocks + 1) * BLOCK] == text[blocks * BLOCK : (blocks + 1) * BLOCK]
-        ):
-            blocks += 1
-        return blocks * BLOCK
+    def common_blocks(self, prompt, text) -> int:
+        """Tokens in the full blocks that two texts begin alike with."""
+        size, alike = self.block_size, 0
+        while alike + size <= min(len(prompt), len(text)) and prompt[: alike + size] == text[: alike + size]:
+            alike += size
+        return alike
 
     @precondition(lambda self: len(self.columns) == 1 and not self.broken and None not in self.columns[0])
     @rule(data=st.data())
@@ -309,8 +321,7 @@ class PrefixMachine(PagedCacheMachine):
         padding = data.draw(st.lists(st.integers(0, columns - 1), min_size=1, max_size=3), label="padding")
         lengths = [columns - pad for pad in padding]
         valid = torch.arange(columns) >= torch.tensor(padding).unsqueeze(1)
-        rows = [sequences.row_blocks(0, length) for length in lengths]
-        sequences.adopt(rows, lengths, valid)
+        self.cache.adopt([sequences.beginning(0, length) for length in lengths], lengths, valid)
         text = self.columns[0]
         self.columns = [[None] * pad + text[: columns - pad] for pad in padding]
         self.recorded = 0
@@ -320,12 +331,25 @@ class Int8PrefixMachine(PrefixMachine):
     kv_dtype, tolerance = "int8", 0.06
 
 
+class Int4PrefixMachine(PrefixMachine):
+    kv_dtype, tolerance, block_size = "int4", 0.7, 32
+
+
 class Int8CacheMachine(PagedCacheMachine):
     kv_dtype, tolerance = "int8", 0.06
 
 
 class Fp8CacheMachine(PagedCacheMachine):
     kv_dtype, tolerance = "fp8", 0.15
+
+
+class Int4CacheMachine(PagedCacheMachine):
+    # Codes are a fifteenth of a group's range apart; a block that a crop opens is encoded once more.
+    kv_dtype, tolerance, block_size = "int4", 0.7, 32
+
+
+class MixedCacheMachine(PagedCacheMachine):
+    kv_dtype, tolerance = ("int8", "int4"), 0.3
 
 
 SETTINGS = settings(
@@ -344,17 +368,26 @@ TestInt8Cache.settings = settings(SETTINGS, max_examples=15)
 TestFp8Cache = Fp8CacheMachine.TestCase
 TestFp8Cache.settings = settings(SETTINGS, max_examples=15)
 
+TestInt4Cache = Int4CacheMachine.TestCase
+TestInt4Cache.settings = settings(SETTINGS, max_examples=30)
+TestMixedCache = MixedCacheMachine.TestCase
+TestMixedCache.settings = settings(SETTINGS, max_examples=10)
+
 
 TestPrefixes = PrefixMachine.TestCase
 TestPrefixes.settings = settings(SETTINGS, max_examples=200)
 TestInt8Prefixes = Int8PrefixMachine.TestCase
 TestInt8Prefixes.settings = settings(SETTINGS, max_examples=15)
+TestInt4Prefixes = Int4PrefixMachine.TestCase
+TestInt4Prefixes.settings = settings(SETTINGS, max_examples=30)
+
+
+MACHINES = [PagedCacheMachine, Int8CacheMachine, Fp8CacheMachine, Int4CacheMachine, MixedCacheMachine]
+MACHINES += [PrefixMachine, Int8PrefixMachine, Int4PrefixMachine]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "machine", [PagedCacheMachine, Int8CacheMachine, Fp8CacheMachine, PrefixMachine, Int8PrefixMachine]
-)
+@pytest.mark.parametrize("machine", MACHINES)
 def test_many_more_steps(machine):
     from hypothesis.stateful import run_state_machine_as_test
 

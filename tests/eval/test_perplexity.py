@@ -62,6 +62,44 @@ def test_the_plugins_formats_rank_as_their_bits_do(tiny):
     assert rows["int8"]["bytes_per_token"] < rows["auto"]["bytes_per_token"]
 
 
+def test_a_wrong_int4_is_seen(tiny, monkeypatch):
+    """Codes that are read back with one scale for all channels, or without their zero points."""
+    from eval.formats import formats_named
+    from hf_paged_attention.kernels import reference
+
+    def kl():
+        return rows_of(tiny, tokens(200), formats_named(["int4"], 32), window=200, stride=200, chunk=40)["int4"][
+            "kl_mean"
+        ]
+
+    right, decode = kl(), reference.dequantize_keys
+    assert 0 < right < 0.15
+    for part in (0, 1):
+
+        def wrong(packed, scales, dtype=torch.float32, part=part):
+            scales = scales.clone()
+            scales[..., part, :] = scales[..., part, :].mean() if part == 0 else 0.0
+            return decode(packed, scales, dtype)
+
+        monkeypatch.setattr(reference, "dequantize_keys", wrong)
+        assert kl() > 2 * right
+
+
+def test_exact_layers_and_pairs_of_formats(tiny):
+    from eval.formats import formats_named
+
+    layers = tiny.config.num_hidden_layers
+    plain, excepted = (formats_named(["int8:fp8"], 32, exact) for exact in ((), (0,)))
+    rows = [rows_of(tiny, tokens(), formats, chunk=10)["int8:fp8"] for formats in (plain, excepted)]
+    assert rows[1]["kl_mean"] < rows[0]["kl_mean"]
+    assert rows[1]["bytes_per_token"] > rows[0]["bytes_per_token"]
+    everywhere = formats_named(["int4"], 32, range(layers))
+    assert rows_of(tiny, tokens(200), everywhere, window=200, stride=200, chunk=40)["int4"]["kl_mean"] < 1e-8
+    assert formats_named(["auto:bf16"])[0].is_exact(torch.bfloat16)
+    assert not formats_named(["auto:bf16"])[0].is_exact(torch.float32)
+    assert not formats_named(["auto:int4"])[0].is_exact(torch.float32)
+
+
 def test_nan_logits_are_named_with_their_position(tiny):
     class Broken(Exact):
         name = "broken"
@@ -148,6 +186,8 @@ def test_a_dataset_is_its_rows_joined(tiny_folder, tmp_path):
     ("arguments", "message"),
     [
         (["--kv-dtype", "int3"], "int3"),
+        (["--kv-dtype", "int8:int4:int4"], "int8:int4:int4"),
+        (["--exact-layers", "0", "9", "--max-tokens", "64"], "--exact-layers 0 9: exact_layers="),
         (["--block-size", "24"], "24"),
         (["--block-size", "0"], "--block-size"),
         (["--text-file", "absent.txt"], "absent.txt"),

@@ -246,13 +246,13 @@ def crop(model):
 
 
 @torch.no_grad()
-def format_agrees(model, kv_dtype: str, floor: float):
+def format_agrees(model, kv_dtype, floor: float):
     """Next-token agreement with the exact model, the prompt's keys and values read back from the cache."""
     ids = prompts(100)["input_ids"]
     model.set_attn_implementation("eager")
     want = model(ids).logits
     model.set_attn_implementation(NAME)
-    cache = new_cache(model, kv_dtype=kv_dtype)
+    cache = PagedCache(model.config, block_size=32, kv_dtype=kv_dtype)  # int4 keys come in groups of 32 tokens
     parts = [model(ids[:, i : i + 25], past_key_values=cache, use_cache=True).logits for i in range(0, 100, 25)]
     got = torch.cat(parts, 1)
     assert torch.isfinite(got).all()
@@ -263,6 +263,7 @@ def format_agrees(model, kv_dtype: str, floor: float):
 
 # The weights are random and large, so a small error moves many tokens: the floors catch a broken format, and
 # eval/perplexity.py measures a good one on real weights.
-FORMATS = {"fp16": 0.9, "bf16": 0.7, "int8": 0.6, "fp8": 0.4}
+FORMATS = {"fp16": 0.9, "bf16": 0.7, "int8": 0.6, "fp8": 0.4, "int4": 0.4, "int8:int4": 0.4}
 for _name, _floor in FORMATS.items():
-    MODES[_name] = lambda model, name=_name, floor=_floor: format_agrees(model, name, floor)
+    _kv_dtype = tuple(_name.split(":")) if ":" in _name else _name
+    MODES[_name] = lambda model, kv_dtype=_kv_dtype, floor=_floor: format_agrees(model, kv_dtype, floor)

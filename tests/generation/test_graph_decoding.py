@@ -14,7 +14,8 @@ NEW = {"max_new_tokens": 40, "do_sample": False}
 
 
 def pair(family: str, **arguments):
-    graph = hf_paged_attention.enable(build(family), block_size=16, decode="graph", compile=False, **arguments)
+    arguments = {"block_size": 16, **arguments}
+    graph = hf_paged_attention.enable(build(family), decode="graph", compile=False, **arguments)
     return build(family), graph
 
 
@@ -92,6 +93,27 @@ def test_int8_short_prompts_are_those_of_plain_decoding():
     plain = hf_paged_attention.enable(build("Gemma 3"), block_size=16, kv_dtype="int8")
     new = {**NEW, "max_new_tokens": 80}
     assert torch.equal(graph.generate(**prompts(1, 2, 3), **new), plain.generate(**prompts(1, 2, 3), **new))
+
+
+@pytest.mark.parametrize("kv_dtype", ["int4", ("int8", "int4"), ("int4", "int8")])
+def test_int4_tokens_are_those_of_plain_decoding(kv_dtype):
+    """Blocks are encoded within the captured step, also after a crop that left one encoded early."""
+    _, graph = pair("Gemma 3", kv_dtype=kv_dtype, block_size=32, exact_layers=(0,))
+    plain = hf_paged_attention.enable(build("Gemma 3"), block_size=32, kv_dtype=kv_dtype, exact_layers=(0,))
+    inputs, found = prompts(5, 17, 70), []
+    for model in (graph, plain):
+        cache = PagedCache(model.config, block_size=32, kv_dtype=kv_dtype, exact_layers=(0,))
+        cache.activate_past_recording()
+        arguments = {**NEW, "max_new_tokens": 90, "past_key_values": cache}
+        ids = model.generate(**inputs, **arguments)
+        cache.crop(-10)
+        more = {
+            "input_ids": ids[:, :-4],
+            "attention_mask": torch.nn.functional.pad(inputs["attention_mask"], (0, 86), value=1),
+        }
+        found.append((model.generate(**more, **arguments), cache.sequences.lengths))
+    assert torch.equal(found[0][0], found[1][0])
+    assert found[0][1] == found[1][1]
 
 
 def test_positions_of_the_callers_own_go_on():

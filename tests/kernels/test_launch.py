@@ -22,7 +22,7 @@ def shape_of(
     query_heads, kv_heads, head_dim, dtype=torch.bfloat16, pool_dtype=None, requests=1, page=64, value_dim=None
 ):
     sizes = requests, requests, query_heads, kv_heads, head_dim, value_dim or head_dim, page
-    return AttentionShape(*sizes, dtype, pool_dtype or dtype, torch.device("cpu"))
+    return AttentionShape(*sizes, dtype, pool_dtype or dtype, pool_dtype or dtype, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("gpu", [HOPPER, ADA, UNKNOWN])
@@ -67,7 +67,7 @@ def test_a_gpu_class_has_choices_for_every_storage(table):
 
 def test_a_decode_call_is_short_by_its_tiles_an_sm():
     one, many = shape_of(32, 8, 128), shape_of(32, 8, 128, requests=16)
-    assert regime(one, 4096, HOPPER) == regime(one, 8192, HOPPER) == "short"
+    assert regime(one, 4096, HOPPER) == regime(one, 6144, HOPPER) == "short"
     assert regime(one, 32768, HOPPER) == regime(many, 8192, HOPPER) == "long"
     assert regime(shape_of(32, 8, 128, page=16, requests=16), 8192, HOPPER) == "small pages"
     assert regime(shape_of(32, 8, 128, pool_dtype=torch.int8, requests=16), 8192, HOPPER) == "small pages"

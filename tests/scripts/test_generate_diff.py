@@ -103,7 +103,7 @@ def test_the_plugin_on_a_tiny_model(tiny_folder, tmp_path, capsys):
 def test_a_fault_is_exit_status_one(tiny_folder, monkeypatch, capsys):
     from eval import formats
 
-    monkeypatch.setattr(formats, "formats_named", lambda names, block_size: [Wrong()])
+    monkeypatch.setattr(formats, "formats_named", lambda *asked: [Wrong()])
     assert run(tiny_folder, "--prompt", "once upon a time") == 1
     assert "fault" in capsys.readouterr().out
 
@@ -112,6 +112,9 @@ def test_a_fault_is_exit_status_one(tiny_folder, monkeypatch, capsys):
     ("arguments", "message"),
     [
         (["--kv-dtype", "int3"], "int3"),
+        (["--prompt", "x", "--kv-dtype", "int8:int3"], "int8:int3"),
+        (["--prompt", "x", "--kv-dtype", "int4", "--block-size", "16"], "--block-size 16"),
+        (["--prompt", "x", "--kv-dtype", "int4", "--exact-layers", "0", "-7"], "--exact-layers 0 -7: exact_layers="),
         (["--prompt", "  "], "--prompt"),
         (["--prompts-file", "absent.txt"], "absent.txt"),
         (["--max-new-tokens", "0"], "--max-new-tokens"),
