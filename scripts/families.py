@@ -16,7 +16,7 @@ import transformers
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "families.md"
-FORMATS = ("fp16", "bf16", "int8", "fp8")
+FORMATS = ("fp16", "bf16", "int8", "fp8", "int4", "int8:int4")
 # What a reader should know about layers that a PagedCache does not page.
 LAYERS = {
     "Qwen3-Next": "full-attention layers paged; linear-attention layers as Transformers keeps them",

@@ -50,7 +50,8 @@ class PagedCache(Cache):
         TypeError: for a config that is none, or a dtype that is none.
         ValueError: for an argument that is not one of the above, or an encoder-decoder config; from a forward pass of
             a model of another shape than the config's.
-        CacheFullError: from a forward pass, when `max_blocks` is too small; nothing of that pass is stored.
+        CacheFullError: from a forward pass, when `max_blocks` is too small; nothing of that pass is stored. Recurrent
+            states that Transformers keeps are overwritten by then: such a cache refuses to go on until `reset()`.
     """
 
     def __init__(

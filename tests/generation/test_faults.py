@@ -8,7 +8,7 @@ import pytest
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from hf_paged_attention import PagedCache
+from hf_paged_attention import CacheFullError, PagedCache
 from hf_paged_attention.attention import NAME
 from hf_paged_attention.cache.layer import PagedLayer
 from tests.families.models import COMMON, build, prompts
@@ -143,6 +143,21 @@ def test_states_that_cannot_be_put_back_are_never_continued_from(family, when):
         cache.reset()
         assert torch.equal(model.generate(**inputs, past_key_values=cache, **NEW), want), place
     assert refused > 3
+
+
+@pytest.mark.parametrize("family", STATEFUL[:3])
+def test_a_full_cache_with_states_is_usable_after_reset(family):
+    model = build(family)
+    model.set_attn_implementation(NAME)
+    cache = PagedCache(model.config, block_size=16, max_blocks=1)
+    with pytest.raises(CacheFullError):
+        model.generate(**prompts(17), past_key_values=cache, **NEW)
+    with pytest.raises(RuntimeError, match=r"Call reset\(\)"):
+        model.generate(**prompts(3), past_key_values=cache, **NEW)
+    cache.reset()
+    got = model.generate(**prompts(3), past_key_values=cache, **NEW)
+    model.set_attn_implementation("eager")
+    assert torch.equal(got, model.generate(**prompts(3), **NEW))
 
 
 def test_states_that_a_family_keeps_elsewhere_are_not_waited_for():
