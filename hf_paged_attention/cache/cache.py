@@ -178,7 +178,7 @@ class PagedCache(Cache):
         if self.sequences.device_state is not None:
             return query_length, 0
         if self._watch is not None:
-            self._watch.begin(query_length)  # masks are made first, before a layer runs
+            self._watch.sizes_asked(layer_idx, query_length)
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if isinstance(layer, CacheLayerMixin) and not isinstance(layer, PagedLayer):
             return layer.get_mask_sizes(query_length)

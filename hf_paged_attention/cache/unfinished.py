@@ -28,6 +28,15 @@ class PassWatch:
         self._reached: set[tuple[int, str]] = set()
         self._asked: set[Hashable] = set()
         self._tells_of_updates = False
+        self._latest: tuple[int, str] | None = None
+
+    def sizes_asked(self, layer: int, width: int) -> None:
+        """Masks for `width` columns are made, as they are before a layer runs: another pass begins.
+
+        Inkling's attention asks too, after its layer's states: not a new pass, or one that `ask` will find out about.
+        """
+        if self._latest != (layer, "states"):
+            self.begin(width)
 
     def begin(self, width: int | None = None) -> None:
         """A forward pass of `width` columns begins. Raises `RuntimeError` if the last one did not come to its end."""
@@ -58,5 +67,6 @@ class PassWatch:
         if what in self._asked:
             self.begin()
         self._asked.add(what)
+        self._latest = (layer, part)
         silent = part == "states" and self._tells_of_updates
         self._reached.add((layer, "asked" if silent else part))
