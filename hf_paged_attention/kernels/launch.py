@@ -274,7 +274,7 @@ def plan_specialised(shape: AttentionShape, max_query_len: int, gpu: Gpu) -> Spe
     takes = (
         gpu.kind == "hopper"
         and shape.query_dtype in (torch.bfloat16, torch.float16)
-        and shape.pool_dtype == shape.query_dtype
+        and shape.pool_dtype == shape.value_pool_dtype == shape.query_dtype
         and shape.head_dim == shape.value_dim
         and shape.head_dim in SPECIALISED
         and shape.group <= 64

@@ -21,7 +21,8 @@ KV_START = torch.tensor([0, 100, 64, 129, 5, 130], dtype=torch.int32)
 
 
 def shape_of(**changes):
-    shape = AttentionShape(1, 1, 32, 8, 128, 128, 64, torch.bfloat16, torch.bfloat16, torch.device("cpu"))
+    dtypes = [torch.bfloat16] * 3
+    shape = AttentionShape(1, 1, 32, 8, 128, 128, 64, *dtypes, torch.device("cpu"))
     return replace(shape, **changes)
 
 
@@ -37,13 +38,17 @@ def compiles(monkeypatch):
 def test_a_prefill_on_hopper_is_planned_for_its_own_kernel(compiles):
     for dim, plan in SPECIALISED.items():
         assert specialised(shape_of(head_dim=dim, value_dim=dim)) == plan
-    assert specialised(shape_of(query_dtype=torch.float16, pool_dtype=torch.float16)) is not None
+    assert (
+        specialised(shape_of(**dict.fromkeys(("query_dtype", "pool_dtype", "value_pool_dtype"), torch.float16)))
+        is not None
+    )
 
 
 @pytest.mark.parametrize(
     "changes",
     [
-        {"query_dtype": torch.float32, "pool_dtype": torch.float32},
+        dict.fromkeys(("query_dtype", "pool_dtype", "value_pool_dtype"), torch.float32),
+        {"value_pool_dtype": torch.int8},
         {"pool_dtype": torch.float16},
         {"pool_dtype": torch.int8},
         {"pool_dtype": torch.float8_e4m3fn},
