@@ -134,7 +134,7 @@ def test_states_that_cannot_be_put_back_are_never_continued_from(family, when):
         if out is None:
             assert "Call reset()" in said, place
             refused += 1
-            with pytest.raises(RuntimeError, match=r"reset\(\)"):
+            with pytest.raises((RuntimeError, ValueError), match=r"reset\(\)|tokens are cached"):
                 model.generate(**inputs, past_key_values=cache, **NEW)
         else:
             got = out.logits[0].argmax(-1)
