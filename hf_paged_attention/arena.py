@@ -69,6 +69,10 @@ class ArenaKeeper:
         self._lock = threading.Lock()
         self._arena: Arena | None = None
 
+    def __reduce__(self) -> Any:
+        """Copied and pickled empty: captured addresses are the original's."""
+        return ArenaKeeper, ()
+
     def lend_to(self, cache: PagedCache, rows: int) -> None:
         """Let a cache that `generate` has just built, for `rows` rows, begin with the last one's memory, if it may.
 

@@ -8,7 +8,6 @@ an enabled model answers both calls itself.
 from __future__ import annotations
 
 import functools
-import weakref
 from collections.abc import Callable
 from typing import Any
 
@@ -37,6 +36,10 @@ class CompiledForward:
     def __init__(self, compiles: bool = True):
         self.compiles = compiles
         self._compiled: dict[str, Any] = {}
+
+    def __reduce__(self) -> Any:
+        """Copied and pickled without what was compiled: it is another model's then."""
+        return CompiledForward, (self.compiles,)
 
     def get(self, model: Any, config: CompileConfig | None = None) -> Any:
         """The forward to call for a step, compiled as `config` says: whole (fullgraph) and static where it is None."""
@@ -70,7 +73,7 @@ def why_not_captured(model: Any, cache: Any, generation_config: Any) -> str | No
     """None if decode steps over `cache` can be compiled and captured, else the reason in words."""
     if not isinstance(cache, PagedCache):
         return "the cache is not a PagedCache"
-    if any(not isinstance(layer, PagedLayer) for layer in cache.layers):
+    if any(type(layer) is not PagedLayer for layer in cache.layers):
         return "some layers of the cache are not paged"
     if generation_config.num_beams > 1:
         return f"num_beams={generation_config.num_beams}"
@@ -85,11 +88,15 @@ class AutomaticCompilation:
     """Stands in for a model's two methods of automatic compilation; `enable(model, decode="compile")` installs it."""
 
     def __init__(self, model: Any, forward: CompiledForward, arenas: ArenaKeeper):
-        self._model = weakref.ref(model)
         self.forward = forward
         self.arenas = arenas
+        # The model's own methods, which name the model too: a deep copy's then name the copy.
         self._criteria = model._valid_auto_compile_criteria
         self._compiled_call = model.get_compiled_call
+
+    @property
+    def _model(self) -> Any:
+        return self._criteria.__self__
 
     def valid_auto_compile_criteria(self, model_kwargs: dict[str, Any], generation_config: Any) -> bool:
         """Transformers' own criteria (device, quantiser, offloading, `disable_compile`), and ours for the cache."""
@@ -102,7 +109,7 @@ class AutomaticCompilation:
         with cache.compileable():
             valid = self._criteria(model_kwargs, generation_config)
         if not valid and not generation_config.disable_compile:
-            device = self._model().device.type
+            device = self._model.device.type
             warn_once(
                 f"automatic compilation does not run this call: Transformers does not compile this model on {device} "
                 "(the device itself, a quantiser or offloading); the eager forward does"
@@ -111,7 +118,7 @@ class AutomaticCompilation:
 
     def look_at(self, cache: PagedCache, generation_config: Any, generation_mode: Any) -> bool:
         """At the start of a call: whether its steps over `cache` can be compiled; where not, a log line says why."""
-        reason = why_not_captured(self._model(), cache, generation_config)
+        reason = why_not_captured(self._model, cache, generation_config)
         if reason is None and generation_mode == GenerationMode.ASSISTED_GENERATION:
             reason = "assisted decoding"
         if reason is not None:
@@ -124,7 +131,7 @@ class AutomaticCompilation:
 
     def _call(self, compile_config: CompileConfig | None, **inputs: Any) -> Any:
         """One forward pass as `generate` makes it: a step of one token a row is compiled, any other is not."""
-        model, cache = self._model(), inputs.get(CACHE_ARGUMENT)
+        model, cache = self._model, inputs.get(CACHE_ARGUMENT)
         if not isinstance(cache, PagedCache):
             return self._compiled_call(compile_config)(**inputs)
         token = inputs.get("input_ids")

@@ -15,9 +15,10 @@ from .compat import CACHE_ARGUMENT, attention_configs
 from .compiled_forward import AutomaticCompilation, CompiledForward
 from .graph_decoding import GraphDecoder
 from .log import warn_once
-from .prefill import shared_prefill
+from .prefill import generate_and_remember, shared_prefill
 
 _STATE = "_hf_paged_attention"
+_OF_AUTOMATIC_COMPILATION = ("_valid_auto_compile_criteria", "get_compiled_call")
 
 
 def enable(
@@ -52,47 +53,59 @@ def enable(
         disable(model)
     before = [(config, config._attn_implementation) for config in attention_configs(model)]
     model.set_attn_implementation(NAME)
-    original = model._prepare_cache_for_generation
-    parameters = list(inspect.signature(original).parameters)
     forward, arenas = CompiledForward(compile), ArenaKeeper()
     automatic = None if decode == "plain" else AutomaticCompilation(model, forward, arenas)
-
-    @functools.wraps(original)
-    def prepare_cache(*args: Any, **kwargs: Any) -> Any:
-        given = dict(zip(parameters, args, strict=False)) | kwargs
-        generation_config, model_kwargs = given["generation_config"], given["model_kwargs"]
-        wants_default = generation_config.use_cache is not False and generation_config.cache_implementation in (
-            None,
-            "dynamic",
-        )
-        if wants_default and model_kwargs.get(CACHE_ARGUMENT) is None:
-            cache = PagedCache(model.config, **cache_arguments)
-            if getattr(generation_config, "is_assistant", False):
-                cache.activate_past_recording()
-            cache.is_built_by_generate = True
-            model_kwargs[CACHE_ARGUMENT] = cache
-            if automatic is not None and automatic.look_at(cache, generation_config, given["generation_mode"]):
-                samples = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
-                arenas.lend_to(cache, given["batch_size"] * samples)
-            else:
-                arenas.forget()  # its memory would lie idle beside this call's
-            return None
-        cache = model_kwargs.get(CACHE_ARGUMENT)
-        if isinstance(cache, PagedCache):
-            cache.is_built_by_generate = False  # if it was, its user has it now
-            if automatic is not None:
-                automatic.look_at(cache, generation_config, given["generation_mode"])
-        return original(*args, **kwargs)
-
-    model._prepare_cache_for_generation = prepare_cache
+    # Partials of methods, not closures: a deep copy of the model then has its own, and a pickled one too.
+    model._prepare_cache_for_generation = functools.partial(
+        _prepare_cache, model._prepare_cache_for_generation, cache_arguments, automatic, arenas
+    )
     model._prefill = functools.partial(shared_prefill, model, model._prefill)
     if automatic is not None:
         model._valid_auto_compile_criteria = automatic.valid_auto_compile_criteria
         model.get_compiled_call = automatic.get_compiled_call
     if decode == "graph":
-        model.generate = _with_graph_decoding(model, GraphDecoder(forward, arenas))
+        model.generate = functools.partial(_generate_by_graph, model.generate, GraphDecoder(forward, arenas))
+    remembering = functools.partial(generate_and_remember, model.generate)
+    # Its signature and its text, not its annotations, which cannot be pickled.
+    model.generate = functools.update_wrapper(remembering, type(model).generate, assigned=("__doc__",), updated=())
     setattr(model, _STATE, before)
     return model
+
+
+def _prepare_cache(
+    original: Any,
+    cache_arguments: dict[str, Any],
+    automatic: AutomaticCompilation | None,
+    arenas: ArenaKeeper,
+    *args: Any,
+    **kwargs: Any,
+) -> Any:
+    """In the place of the method `original` of a model: the cache that `generate` is to use, if it has none."""
+    given = inspect.signature(original).bind(*args, **kwargs).arguments
+    generation_config, model_kwargs = given["generation_config"], given["model_kwargs"]
+    wants_default = generation_config.use_cache is not False and generation_config.cache_implementation in (
+        None,
+        "dynamic",
+    )
+    cache = model_kwargs.get(CACHE_ARGUMENT)
+    if not wants_default or cache is not None:
+        if isinstance(cache, PagedCache):
+            cache.is_built_by_generate = False  # if it was, its user has it now
+            if automatic is not None:
+                automatic.look_at(cache, generation_config, given["generation_mode"])
+        return original(*args, **kwargs)
+    cache = PagedCache(original.__self__.config, **cache_arguments)
+    if getattr(generation_config, "is_assistant", False):
+        cache.activate_past_recording()
+        cache.sequences.is_draft = True
+    cache.is_built_by_generate = True
+    model_kwargs[CACHE_ARGUMENT] = cache
+    if automatic is not None and automatic.look_at(cache, generation_config, given["generation_mode"]):
+        samples = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)
+        arenas.lend_to(cache, given["batch_size"] * samples)
+    else:
+        arenas.forget()  # its memory would lie idle beside this call's
+    return None
 
 
 def disable(model: PreTrainedModel) -> PreTrainedModel:
@@ -103,8 +116,7 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
     for config, implementation in before:
         config._attn_implementation = implementation
     delattr(model, _STATE)
-    del model._prepare_cache_for_generation, model._prefill
-    for name in ("generate", "get_compiled_call", "_valid_auto_compile_criteria"):
+    for name in ("_prepare_cache_for_generation", "_prefill", "generate", *_OF_AUTOMATIC_COMPILATION):
         model.__dict__.pop(name, None)
     return model
 
@@ -113,17 +125,11 @@ def disable(model: PreTrainedModel) -> PreTrainedModel:
 _NOT_HANDED_ON = ("assistant_model", "assistant_tokenizer", "tokenizer", "synced_gpus", "custom_generate")
 
 
-def _with_graph_decoding(model: PreTrainedModel, decoder: GraphDecoder) -> Any:
-    """`model.generate` with `decoder` as its decoding method, where the call's arguments reach such a method."""
-    plain = model.generate
-
-    @functools.wraps(plain)
-    def generate(*args: Any, **kwargs: Any) -> Any:
-        lost = [name for name in _NOT_HANDED_ON if kwargs.get(name)]
-        if lost:
-            warn_once(f"decode='graph' does not run this call: {', '.join(lost)} is given; plain generate does")
-            return plain(*args, **kwargs)
-        streamer = kwargs.pop("streamer", None)
-        return plain(*args, custom_generate=functools.partial(decoder, streamer=streamer), **kwargs)
-
-    return generate
+def _generate_by_graph(plain: Any, decoder: GraphDecoder, *args: Any, **kwargs: Any) -> Any:
+    """The method `plain` with `decoder` as its decoding method, where the call's arguments reach such a method."""
+    lost = [name for name in _NOT_HANDED_ON if kwargs.get(name)]
+    if lost:
+        warn_once(f"decode='graph' does not run this call: {', '.join(lost)} is given; plain generate does")
+        return plain(*args, **kwargs)
+    streamer = kwargs.pop("streamer", None)
+    return plain(*args, custom_generate=functools.partial(decoder, streamer=streamer), **kwargs)

@@ -86,7 +86,7 @@ class PagedLayer(CacheLayerMixin):
             key_states.paged_layer = self
             return key_states, value_states
         self.sequences.expect_attention(self.index)
-        if self.storage is None:
+        if self.storage is None or not self.storage.num_blocks:  # nothing stored: a refused model's shape does not bind
             self.lazy_initialization(key_states, value_states)
         else:
             self._check_shape(key_states, value_states)

@@ -50,6 +50,9 @@ def views(memory: Memory) -> PagedKV:
 class Storage:
     """Grows with its block pool; allocated when the first keys say their shape, dtype and device."""
 
+    # Memory is allocated as normal tensors under torch.inference_mode() too: what that mode allocates cannot be written
+    # outside of it, and a cache outlives a call.
+    @torch.inference_mode(False)
     def __init__(
         self, format: CacheFormat, block_size: int, key: torch.Tensor, value: torch.Tensor, lent: Memory | None = None
     ):
@@ -139,7 +142,8 @@ class Storage:
     def kv(self) -> PagedKV:
         """The pools of the moment; the same object until one of them is replaced."""
         if self._kv is None:
-            self._kv = views(self.memory())
+            with torch.inference_mode(False):
+                self._kv = views(self.memory())
         return self._kv
 
     def memory(self) -> Memory:
@@ -206,6 +210,7 @@ class Storage:
     def is_fitted(self) -> bool:
         return not self.format.key.turns_keys or self.tokens_fitted >= TOKENS_TO_FIT
 
+    @torch.inference_mode(False)
     def fit(self, key: torch.Tensor) -> torch.Tensor | None:
         """Let new keys `[N, Hkv, D]` widen the factor.
 
@@ -228,6 +233,7 @@ class Storage:
         return previous
 
 
+@torch.inference_mode(False)
 def _resized(memory: torch.Tensor | None, num_blocks: int) -> torch.Tensor | None:
     if memory is None:
         return None
