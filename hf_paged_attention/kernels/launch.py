@@ -118,7 +118,7 @@ class DecodePlan:
         large = min(shape.head_dim, shape.value_dim) >= 32 and self.block_n >= 32
         if products == "bytes" and not (shape.quantized and eight_bit and values_by_slot and large):
             products = "rows"
-        if shape.pool_dtype != shape.value_pool_dtype or shape.packed:
+        if shape.mixed:
             products = "rows"
         if products == "bytes" and self.block_n < FEWEST_BYTES:
             products = "rows"
@@ -247,6 +247,14 @@ UNIFIED: dict[str, dict[tuple, UnifiedPlan]] = {
     },
 }
 # end table
+# For int4, and for keys and values in two formats, whose tiles are decoded in registers: warps and stages with which
+# ptxas spills nothing for Hopper, or least (heads over 128). Not measured.
+MIXED_DECODE = {
+    128: DecodeChoice(64, 4, 2, 3, 2, "rows", 2, False),
+    512: DecodeChoice(32, 4, 2, 2, 4, "rows", 2, False),
+}
+MIXED_UNIFIED = {128: UnifiedPlan(128, 64, 8, 2), 512: UnifiedPlan(128, 32, 8, 2)}
+
 # Hopper's own kernel, by head size: as many stages as shared memory holds beside the query.
 SPECIALISED: dict[int, SpecialisedPlan] = {
     64: SpecialisedPlan(128, 4, 4, True),
@@ -285,9 +293,9 @@ def plan_specialised(shape: AttentionShape, max_query_len: int, gpu: Gpu) -> Spe
 
 
 def storage_of(shape: AttentionShape) -> str:
-    """How keys are stored, as the table says it; "int4" where values alone are."""
-    if shape.packed:
-        return "int4"
+    """How keys are stored, as the table says it; "mixed" has no row in it."""
+    if shape.mixed:
+        return "mixed"
     return {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(shape.pool_dtype, "16-bit")
 
 
@@ -312,9 +320,12 @@ def prefill_regime(shape: AttentionShape, gpu: Gpu) -> str:
 
 def _row(table: dict, gpu: Gpu, shape: AttentionShape, *regimes: str):
     """The table's row for a shape, None where it has none: another GPU, float32, a larger head."""
+    dim = max(shape.head_dim, shape.value_dim)
+    if shape.mixed:
+        mixed = MIXED_DECODE if table is DECODE else MIXED_UNIFIED
+        return mixed[min(limit for limit in mixed if limit >= dim)]
     if shape.query_dtype.itemsize != 2 or shape.pool_dtype.itemsize > 2:
         return None
-    dim = max(shape.head_dim, shape.value_dim)
     rows = table.get(gpu.kind, {})
     storage = storage_of(shape)
     for name in regimes:
