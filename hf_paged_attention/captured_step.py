@@ -7,6 +7,7 @@ has moved: `CapturedStep.prepare` compares, and drops the graph where something 
 
 from __future__ import annotations
 
+import gc
 from collections.abc import Callable, Hashable
 from typing import Any
 
@@ -24,8 +25,17 @@ RESERVATION = 512
 def capture(work: Callable[[], None]) -> Any:
     """A graph of what `work` launches, nothing of which is executed. `replay()` executes it."""
     graph = torch.cuda.CUDAGraph()
-    with torch.cuda.graph(graph):
-        work()
+    # Garbage may hold an earlier graph, and destroying one would end the capture of another; so would another thread's
+    # calls if the capture were not this thread's alone.
+    gc.collect()
+    collects = gc.isenabled()
+    gc.disable()
+    try:
+        with torch.cuda.graph(graph, capture_error_mode="thread_local"):
+            work()
+    finally:
+        if collects:
+            gc.enable()
     return graph
 
 

@@ -159,7 +159,7 @@ def textbook_calls(spec: Spec, layers: int) -> dict:
 
 def fa3_calls(spec: Spec, layers: int) -> dict:
     """FlashAttention 3, if its package is installed."""
-    for name in ("flash_attn_interface", "fa3_fwd", "fa3_fwd_interface"):
+    for name in ("flash_attn_interface", "fa3_fwd_interface"):
         with contextlib.suppress(ImportError):
             module = importlib.import_module(name)
             break

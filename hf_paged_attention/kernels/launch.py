@@ -336,12 +336,17 @@ def _row(table: dict, gpu: Gpu, shape: AttentionShape, *regimes: str):
 
 
 def tile_bytes(block_m: int, block_n: int, stages: int, shape: AttentionShape, *, converted: bool = True) -> int:
-    """Shared memory of a tile: the query, and K and V for each stage; 8-bit tiles are converted to the query's type."""
+    """Shared memory of a tile: the query, and K and V for each stage; 8-bit tiles are converted to the query's type.
+
+    float32 operands lie there twice more, as the two 11-bit floats that the tensor cores take them for.
+    """
     d = triton.next_power_of_2(shape.head_dim)
     dv = triton.next_power_of_2(shape.value_dim)
-    size = block_m * d * shape.query_dtype.itemsize
+    halves = 8 if shape.query_dtype.itemsize == 4 else 0
+    size = block_m * d * (halves or shape.query_dtype.itemsize)
     for channels, dtype in ((d, shape.pool_dtype), (dv, shape.value_pool_dtype)):
         copies = shape.query_dtype.itemsize if converted and dtype.itemsize != shape.query_dtype.itemsize else 0
+        copies = halves or copies
         size += block_n * channels * (stages * dtype.itemsize + copies)
     return size
 
@@ -352,7 +357,11 @@ def plan_unified(
     """The tile of `unified_attention`: as many rows as the batch fills, as many keys as shared memory holds."""
     gpu = gpu or gpu_of(shape.device)
     wide = max(shape.head_dim, shape.value_dim) > 128
-    plan = _row(UNIFIED, gpu, shape, prefill_regime(shape, gpu), "long") or UnifiedPlan(128, 64, 8 if wide else 4, 2)
+    plan = _row(UNIFIED, gpu, shape, prefill_regime(shape, gpu), "long")
+    if plan is None and shape.query_dtype.itemsize == 4:
+        # Three products of 11-bit floats, whose operands lie in shared memory twice.
+        plan = UnifiedPlan(64, 32, 4, 2)
+    plan = plan or UnifiedPlan(128, 64, 8 if wide else 4, 2)
     plan = replace(plan, specialised=plan_specialised(shape, max_query_len, gpu))
     group_rows = triton.next_power_of_2(shape.group)
     rows = max(16, group_rows, min(plan.block_m, triton.next_power_of_2(max_query_len * shape.group)))
@@ -405,13 +414,15 @@ def plan_write(
 ) -> WritePlan:
     """Rows a program of `write_kv`: few when rows are few, so that they spread over the SMs.
 
-    turned: keys pass through a matrix product, which takes 16 rows at least.
+    turned: keys pass through a matrix product, which few rows do not fill.
     """
     gpu = gpu or gpu_of(device)
     if gpu.kind == "cpu":
         return WritePlan(64, 4)
+    if turned and rows <= 16 * gpu.sms:
+        return WritePlan(1 if rows <= gpu.sms else 4, 4)
     if turned:
-        return WritePlan(16, 4) if rows <= 16 * gpu.sms or head_dim > 128 else WritePlan(32, 8)
+        return WritePlan(32, 8) if head_dim <= 128 else WritePlan(16, 4)
     if rows <= 16 * gpu.sms:
         return WritePlan(1 if values_by_slot else 4, 1)
     # 32 tokens of a head are a sector of each channel of a transposed page.
