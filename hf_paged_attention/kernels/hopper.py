@@ -445,12 +445,15 @@ def _specialised_kernel(
     gl.static_assert(K_STAGES >= 2, "a consumer holds the keys of one tile while it waits for the next")
     TILE_TOKENS: gl.constexpr = 2 * ROWS // GROUP
     kv_head = gl.program_id(0)
-    tile = gl.num_programs(1) - 1 - gl.program_id(1)
+    # A request's last tile, which sees most keys, comes first; requests in the batch's order.
+    tile = gl.program_id(1)
     request = _request_of_tile(query_start_ptr, tile, num_requests, TILE_TOKENS)
     query_start = gl.load(query_start_ptr + request)
-    query_len = gl.load(query_start_ptr + request + 1) - query_start
-    first_token = (tile - (query_start // TILE_TOKENS + request)) * TILE_TOKENS
-    if first_token >= query_len:
+    query_end = gl.load(query_start_ptr + request + 1)
+    query_len = query_end - query_start
+    first_token = (query_end // TILE_TOKENS + request - tile) * TILE_TOKENS
+    # A spare tile, or one past the last request's.
+    if (first_token >= query_len) | (first_token < 0):
         return
     seq_len = gl.load(seq_lens_ptr + request)
     kv_start = 0
