@@ -55,6 +55,10 @@ def paged_attention(
         layer = getattr(key, "paged_layer", None)
     if layer is not None and layer.sequences.device_state is not None:
         return _decode_step(layer, query, key, value, scaling, softcap, s_aux), None
+    if layer is not None:
+        layer.sequences.awaited = None  # the keys came here, whatever becomes of them
+        if layer.sequences.built_for is not None and getattr(module, "config", None) is not None:
+            layer.sequences.built_for.refuse_another(module.config)
     _refuse(module, query, attention_mask, dropout, kwargs)
     info: MaskInfo | None = getattr(attention_mask, "paged_info", None)
     if info is not None:
@@ -137,6 +141,8 @@ def _attend_paged(layer: PagedLayer, query, key, value, attention_mask, call) ->
         real = _new_token_mask(attention_mask, width)
         if hasattr(attention_mask, "paged_info"):  # a model's, whose windows count columns
             layer.sequences.refuse_gaps(real)
+            if width == 1:
+                layer.sequences.refuse_right_padding(real)
         return real
 
     step = layer.enter(batch_size, width, valid)
@@ -197,7 +203,8 @@ def _new_token_mask(attention_mask: torch.Tensor | None, width: int) -> torch.Te
 
 def _flat(states: torch.Tensor, real: torch.Tensor | None) -> torch.Tensor:
     """`[B, H, T, D]` to the real tokens `[N, H, D]`: a view where nothing is padded and strides allow."""
-    tokens = states.transpose(1, 2).flatten(0, 1)
+    # One operation instead of two in a decode step, which calls this three times a layer.
+    tokens = states.squeeze(2) if states.shape[2] == 1 else states.transpose(1, 2).flatten(0, 1)
     return tokens if real is None else tokens.index_select(0, real)
 
 

@@ -28,6 +28,16 @@ def layer_types_and_arguments(config: Any) -> list[tuple[str, dict[str, Any]]]:
     return list(zip(types, arguments, strict=True))
 
 
+def heads_of_layers(config: Any) -> list[tuple[int, int]]:
+    """(KV heads, head size) of each layer, as its config says: the same in all but a few families (Gemma 4)."""
+    each = getattr(config, "per_layer_config", None) or [config] * config.num_hidden_layers
+    heads = []
+    for one in each:
+        kv_heads = getattr(one, "num_key_value_heads", None) or one.num_attention_heads
+        heads.append((kv_heads, getattr(one, "head_dim", None) or one.hidden_size // one.num_attention_heads))
+    return heads
+
+
 def transformers_layer(layer_type: str, arguments: dict[str, Any]) -> Any:
     """The cache layer that Transformers itself would build: for layers that are not attention over keys."""
     return _cache_utils.DYNAMIC_LAYER_TYPE_MAPPING[layer_type](**arguments)
@@ -52,6 +62,16 @@ def cannot_crop(layer: Any) -> str | None:
     if hasattr(layer, "conv_states") and not layer.record_past:
         return "activate_past_recording() was not called before the forward passes that are to be undone"
     return None
+
+
+def asks_the_cache_for_states(config: Any) -> bool:
+    """Whether the family's code tells the cache as it comes to a layer's state; RecurrentGemma keeps its own."""
+    code = sys.modules.get(type(config).__module__.replace("configuration_", "modeling_"))
+    try:
+        source = inspect.getsource(code)
+    except (OSError, TypeError):
+        return True
+    return any(name in source for name in ("has_previous_state(", "get_conv_state(", "update_conv_state("))
 
 
 # Their models index the mask that is made for attention, or compute with it, as [batch, heads, queries, keys].

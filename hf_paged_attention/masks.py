@@ -12,7 +12,13 @@ from typing import Any
 
 import torch
 
-from .compat import computes_with_the_mask, describe_mask_function, runs_its_own_attention, slices_the_mask
+from .compat import (
+    CACHE_ARGUMENT,
+    computes_with_the_mask,
+    describe_mask_function,
+    runs_its_own_attention,
+    slices_the_mask,
+)
 
 
 @dataclass(frozen=True)
@@ -98,12 +104,25 @@ def paged_mask(
                 f"attention_mask has {attention_mask.shape[1]} columns, but {q_offset} tokens are cached and "
                 f"{q_length} are new: it must have {q_offset + q_length}, the cached tokens included."
             )
+        if q_length == 1 and kv_offset > 0:
+            _refuse_padding_before(attention_mask, q_offset)
         # A copy, so that what is remembered about it is not remembered about the caller's tensor.
         mask = attention_mask[:, kv_offset : kv_offset + kv_length].bool().clone()
     if slices_the_mask(config):
         mask = mask.as_subclass(PaddingMask)
     mask.paged_info = MaskInfo(window, kv_end)
     return mask
+
+
+def _refuse_padding_before(attention_mask: torch.Tensor, column: int) -> None:
+    """`ValueError` for a token in `column` behind padding of which a sliding cache no longer shows that it is a gap."""
+    before = attention_mask[:, :column].bool()
+    bad = before.any(1) & ~before[:, -1] & attention_mask[:, column].bool()
+    if bad.any():
+        raise ValueError(
+            f"attention_mask has padding between real tokens in rows {bad.nonzero().flatten().tolist()}. Pad on the "
+            "left."
+        )
 
 
 _untraced = torch.compiler.disable(lambda *arguments, **named: paged_mask(*arguments, **named))
@@ -143,7 +162,7 @@ def contiguous_bounds(mask: torch.Tensor | None, key_length: int, query_length: 
         if bad:
             raise ValueError(
                 f"attention_mask has padding between real tokens in rows {bad}. Keys in a cache other than PagedCache "
-                "cannot be skipped one by one: pad on the left, or pass past_key_values=PagedCache(model.config)."
+                f"cannot be skipped one by one: pad on the left, or pass {CACHE_ARGUMENT}=PagedCache(model.config)."
             )
         bounds = Bounds(starts.tolist() if starts.any() else None, end)
     mask.paged_bounds = bounds

@@ -1,28 +1,97 @@
 """Prefill that computes nothing twice: like rows once, a beginning that all rows share once, a known one not at all.
 
 `enable` puts this in the place of `generate`'s own prefill step. Blocks are shared, so memory falls with the work.
+`generate_and_remember` tells the cache the answers too, which a chat's next turn brings again.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
+from contextvars import ContextVar
+from dataclasses import dataclass
 from typing import Any
 
 import torch
 
 from .cache import PagedCache
 from .cache.cache import real_tokens
+from .cache.sequences import RIGHT_PADDING
 from .compat import CACHE_ARGUMENT
 
 # What the outputs would have to be expanded for besides logits; with any of these the rows are computed one by one.
 _ROW_OUTPUTS = ("output_attentions", "output_hidden_states")
+# What rows are told apart by; inputs of other kinds make rows differ that have the same tokens.
+_TOKENS_AND_PADDING = {CACHE_ARGUMENT, "attention_mask", "position_ids", "use_cache", "logits_to_keep"}
+
+
+@dataclass(frozen=True)
+class _Prompts:
+    """What a call of `generate` prefilled: the columns of its rows, and how many of each are padding."""
+
+    cache: PagedCache
+    rows: list[list[int]]
+    padding: list[int]
+
+
+# The prompts of the call of `generate` that runs in this context.
+_prefilled: ContextVar[list[_Prompts] | None] = ContextVar("prefilled", default=None)
+
+
+def generate_and_remember(generate: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """`generate(...)`; its cache can then find the blocks of prompts and answers by their tokens."""
+    noted: list[_Prompts] = []
+    token = _prefilled.set(noted)
+    try:
+        out = generate(*args, **kwargs)
+    finally:
+        _prefilled.reset(token)
+    for prompts in noted:
+        _remember_answers(prompts, getattr(out, "sequences", out))
+    return out
+
+
+def _remember_answers(prompts: _Prompts, answers: Any) -> None:
+    stored = prompts.cache.sequences
+    if not isinstance(answers, torch.Tensor) or answers.dim() != 2 or answers.shape[0] != stored.batch_size:
+        return
+    rows = answers[:, : stored.columns].tolist()
+    if [stored.columns - padding for padding in prompts.padding] != stored.lengths:
+        return
+    if any(row[: len(prompt)] != prompt for row, prompt in zip(rows, prompts.rows, strict=True)):
+        return
+    stored.remember([row[padding:] for row, padding in zip(rows, prompts.padding, strict=True)])
+
+
+def _note(cache: Any, input_ids: torch.Tensor, config: Any, model_kwargs: dict) -> None:
+    """Note the prompts if every token that the cache will hold after this call is one of the call's output."""
+    noted, mask = _prefilled.get(), model_kwargs.get("attention_mask")
+    if noted is None or not isinstance(cache, PagedCache) or cache.sequences.prefixes is None:
+        return
+    if config.num_beams > 1 or not cache.can_share_prefixes or model_kwargs.get("inputs_embeds") is not None:
+        return
+    if not set(model_kwargs) <= _TOKENS_AND_PADDING or not _counts_from_left_padding(
+        input_ids, mask, model_kwargs.get("position_ids")
+    ):
+        return
+    prompts, padding = real_tokens(input_ids, mask)
+    known = cache.sequences.known_tokens()
+    if known is None:
+        return
+    if all(prompt[: len(told)] == told for prompt, told in zip(prompts, known, strict=False)):
+        noted.append(_Prompts(cache, input_ids.tolist(), padding))
 
 
 def shared_prefill(
     model: Any, prefill: Callable[..., Any], input_ids: torch.Tensor, config: Any, model_kwargs: dict, **kwargs: Any
 ) -> Any:
-    """`model._prefill(input_ids, generation_config, model_kwargs, ...)` with the work of like rows shared."""
+    """`model._prefill(input_ids, generation_config, model_kwargs, ...)` with the work of like rows shared.
+
+    Raises `ValueError` for right padding, before anything is computed.
+    """
     cache = model_kwargs.get(CACHE_ARGUMENT)
+    if not getattr(config, "is_assistant", False):
+        _refuse_right_padding(model_kwargs.get("attention_mask"))
+    _note(cache, input_ids, config, model_kwargs)
     if not _applies(cache, input_ids, config, model_kwargs):
         return prefill(input_ids, config, model_kwargs, **kwargs)
     recorded = cache.sequences.record_past
@@ -34,6 +103,14 @@ def shared_prefill(
         raise
     finally:
         cache.sequences.record_past = recorded
+
+
+def _refuse_right_padding(mask: Any) -> None:
+    if not isinstance(mask, torch.Tensor) or mask.dim() != 2 or not mask.shape[1]:
+        return
+    bad = mask.any(1) & (mask[:, -1] == 0)
+    if bad.any():
+        raise ValueError(RIGHT_PADDING.format(rows=bad.nonzero().flatten().tolist()))
 
 
 def _shared(model, prefill, input_ids, config, model_kwargs, **kwargs) -> Any:
@@ -60,15 +137,14 @@ def _applies(cache: Any, input_ids: torch.Tensor, config: Any, model_kwargs: dic
     return (
         isinstance(cache, PagedCache)
         and cache.can_share_prefixes
-        and cache.sequences.batch_size is None
+        and cache.sequences.is_empty()
         and input_ids.dim() == 2
         and input_ids.shape[1] > 1
         # Transformers 5.17 counts chunks from 0 also where the cache holds a beginning.
         and getattr(config, "prefill_chunk_size", None) is None
         and model_kwargs.get("inputs_embeds") is None
         and not any(getattr(config, name, None) for name in _ROW_OUTPUTS)
-        # Inputs of other kinds (images, audio) make rows differ that have the same tokens.
-        and set(model_kwargs) <= {CACHE_ARGUMENT, "attention_mask", "position_ids", "use_cache", "logits_to_keep"}
+        and set(model_kwargs) <= _TOKENS_AND_PADDING
         and _counts_from_left_padding(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
     )
 

@@ -16,12 +16,12 @@ import transformers
 
 ROOT = Path(__file__).resolve().parent.parent
 PAGE = ROOT / "docs" / "families.md"
-FORMATS = ("fp16", "bf16", "int8", "fp8")
+FORMATS = ("fp16", "bf16", "int8", "fp8", "int4", "int8:int4")
 # What a reader should know about layers that a PagedCache does not page.
 LAYERS = {
     "Qwen3-Next": "full-attention layers paged; linear-attention layers as Transformers keeps them",
     "Qwen3.5": "full-attention layers paged; linear-attention layers as Transformers keeps them",
-    "Falcon-H1": "`hybrid` layers stay Transformers' own: their keys are contiguous and in no format",
+    "Falcon-H1": "attention and mamba in each layer: keys paged, mamba states as Transformers keeps them",
     "LFM2": "full-attention layers paged; convolutions as Transformers keeps them",
     "DeepSeek-V3": "the cache holds latents (MLA), as Transformers keeps them, in no format",
     "Gemma 3n": "layers that share keys and values read the pages of the layer that wrote them",
@@ -48,7 +48,7 @@ with a PagedCache. The rest raise an error that says so; a family that is not he
 
 **Work both ways:** {work}.
 
-| Model type | What is refused |
+| Model types | What is refused: both ways where none is named |
 |---|---|
 """
 
@@ -79,33 +79,42 @@ def named_families(seen) -> str:
             table.setdefault(noted["family"], {})[noted["mode"]] = noted.get("seen", outcome)
     modes = list(dict.fromkeys(mode for row in table.values() for mode in row if mode not in FORMATS))
     page = HEAD.format(version=transformers.__version__, modes=", ".join(modes), formats=", ".join(FORMATS))
+    reasons = list(
+        dict.fromkeys(seen_there for row in table.values() for seen_there in row.values() if seen_there != "yes")
+    )
     for family, row in table.items():
         counts = [sum(row.get(mode) == "yes" for mode in group) for group in (modes, FORMATS)]
         whole = ["all" if n == len(g) else f"{n} of {len(g)}" for n, g in zip(counts, (modes, FORMATS), strict=True)]
         if paged[family].startswith("0 "):
             whole[1] = "none"
-        reasons: dict[str, list[str]] = {}
-        for mode, seen_there in row.items():
-            if seen_there != "yes":
-                reasons.setdefault(seen_there, []).append(mode)
         notes = [LAYERS[family]] if family in LAYERS else []
-        notes += [f"not {', '.join(where)}: {reason}" for reason, where in reasons.items()]
+        for number, reason in enumerate(reasons, 1):
+            where = [mode for mode, seen_there in row.items() if seen_there == reason]
+            notes += [f"not {', '.join(where)} ({number})"] if where else []
         page += f"| {family} | {paged[family]} | {whole[0]} | {whole[1]} | {'; '.join(notes)} |\n"
-    return page
+    return page + "".join(f"\n({number}) {reason}.\n" for number, reason in enumerate(reasons, 1))
 
 
 def other_families(seen) -> str:
-    work, refused = [], ""
+    """Those that work, and for each refusal the families that meet it."""
+    work: list[str] = []
+    refused: dict[str, list[str]] = {}
     for noted, outcome in seen:
         if outcome == "skipped" or "family" not in noted:
             continue
+        family = noted["family"]
         ways = {way: noted.get(way, outcome) for way in ("name alone", "PagedCache")}
         if set(ways.values()) == {"yes"}:
-            work.append(noted["family"])
+            work.append(family)
             continue
-        short = "; ".join(f"{way}: {text.split('. ')[0]}" for way, text in ways.items() if text != "yes")
-        refused += f"| {noted['family']} | {short.replace('|', '/')} |\n"
-    return OTHERS.format(work=", ".join(work)) + refused
+        said: dict[str, list[str]] = {}
+        for way, text in ways.items():
+            if text != "yes":
+                said.setdefault(text.split(". ")[0].replace("|", "/").replace(f"'{family}'", "..."), []).append(way)
+        both = "; ".join(text if len(where) == 2 else f"{where[0]}: {text}" for text, where in said.items())
+        refused.setdefault(both, []).append(family)
+    rows = "".join(f"| {', '.join(families)} | {text} |\n" for text, families in refused.items())
+    return OTHERS.format(work=", ".join(work)) + rows
 
 
 def main(arguments: list[str] | None = None) -> int:

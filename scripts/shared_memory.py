@@ -17,6 +17,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache
 
 import hf_paged_attention
 from hf_paged_attention import PagedCache
+from hf_paged_attention.compat import CACHE_ARGUMENT
 
 NEW_TOKENS = 32
 BLOCK_SIZE = 64
@@ -75,12 +76,12 @@ class Peak:
 def measure(model, inputs: dict, options: dict) -> dict:
     torch.manual_seed(0)
     dynamic = DynamicCache(config=model.config)
-    model.generate(**inputs, **options, max_new_tokens=NEW_TOKENS, past_key_values=dynamic)
+    model.generate(**inputs, **options, max_new_tokens=NEW_TOKENS, **{CACHE_ARGUMENT: dynamic})
     plain = sum(layer.keys.nbytes + layer.values.nbytes for layer in dynamic.layers)
     hf_paged_attention.enable(model)
     cache = PagedCache(model.config, block_size=BLOCK_SIZE)
     peak = Peak(cache)
-    model.generate(**inputs, **options, max_new_tokens=NEW_TOKENS, past_key_values=cache)
+    model.generate(**inputs, **options, max_new_tokens=NEW_TOKENS, **{CACHE_ARGUMENT: cache})
     hf_paged_attention.disable(model)
     rows = cache.sequences.batch_size
     unshared = rows * -(-max(cache.sequences.lengths) // BLOCK_SIZE) * len(cache.layers)

@@ -1,160 +1,386 @@
-"""Milliseconds a decode step of `model.generate`, as a user calls it: random weights of a model's shape.
-
-    python scripts/step_benchmark.py --model qwen3-0.6b --case 1x512 16x4096 --method sdpa static graph graph-int8
+"""`benchmark.py step`: a decode step of `model.generate`, as a user calls it, by method.
 
 A step is the difference of two calls that generate different numbers of tokens, divided by the difference: prefill,
-capture and Python's set-up fall out. The first call's seconds beyond a later one's are the compile time. Peak memory
-is that of the longer call. Tokens are compared with those of the first method: random weights have near ties, so
-`same` counts the tokens before the rows part, as a share.
+capture and Python's set-up fall out. The first call's seconds beyond a later one's are the compile time; the time to
+the first token is a call of one. Peak memory is that of all calls of a row. Models have random weights of a shape, or
+are whatever `--model` finds. Random weights have near ties: `same` is the share of tokens before rows part from those
+of the case's first method.
 """
 
 from __future__ import annotations
 
-import argparse
 import gc
+import itertools
 import json
+import os
 import time
+from dataclasses import dataclass, field
 from pathlib import Path
+from typing import Any
 
 import torch
-from transformers import AutoConfig, AutoModelForCausalLM
+from torch.profiler import ProfilerActivity, profile
+from transformers import AutoConfig, AutoModelForCausalLM, CompileConfig, LogitsProcessor
 
 import hf_paged_attention
+from eval.models import device_named, load
+from eval.program import BadInput, count
+from hf_paged_attention.backends.registry import ENVIRONMENT
 
 SHAPES = {
     "qwen3-0.6b": dict(hidden_size=1024, num_hidden_layers=28, num_attention_heads=16, intermediate_size=3072),
     "qwen3-8b": dict(hidden_size=4096, num_hidden_layers=36, num_attention_heads=32, intermediate_size=12288),
-    "tiny": dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, vocab_size=512),
 }
 COMMON = dict(vocab_size=151936, num_key_value_heads=8, head_dim=128, max_position_embeddings=131072)
-METHODS = ("eager", "sdpa", "static", "plain", "plain-int8", "graph", "graph-int8", "graph-fp8", "graph-nocompile")
-COPY_BANDWIDTH = 4.27e12  # bytes a second; measured on an H200
+TINY = dict(hidden_size=64, num_hidden_layers=2, num_attention_heads=4, intermediate_size=96, vocab_size=512)
+TINY |= dict(num_key_value_heads=2, head_dim=32, initializer_range=0.25)  # so that tokens follow the context
+
+# How `generate` is called, by method; the format of the cache comes after one of ours, as in "graph-int8".
+PEERS = ("eager", "sdpa", "static")
+OURS = {"plain": "plain", "generate-auto": "compile", "graph": "graph", "graph-nocompile": "graph"}
+FORMATS = ("int8", "fp8", "int4")
+METHODS = (*PEERS, *(f"{name}{suffix}" for name in OURS for suffix in ("", *(f"-{format}" for format in FORMATS))))
+BANDWIDTH = 4.27e12  # bytes a second of a large copy on an H200: what the floor divides by
+
+# (model, batch, context, method): what was seen to end in "out of memory" on 141 GB, or is larger than that.
+TOO_LARGE = {
+    ("qwen3-0.6b", 1, 32768, "eager"): "its attention weights, 16 · 32,768² in float32, take 69 GB a copy",
+    ("qwen3-8b", 1, 32768, "eager"): "its attention weights, 32 · 32,768² in float32, take 137 GB",
+    ("qwen3-8b", 16, 4096, "eager"): "seen to run out of memory",
+    ("qwen3-8b", 16, 4096, "static"): "seen to run out of memory",
+}
 
 
-def build(name: str, device: torch.device, dtype: torch.dtype):
-    options = {**COMMON, **SHAPES[name]}
-    if name == "tiny":
-        options.update(num_key_value_heads=2, head_dim=32)
+@dataclass
+class Row:
+    """One line of the table; milliseconds, seconds, bytes."""
+
+    model: str
+    batch: int
+    context: int
+    method: str
+    ms: float | None = None
+    spread: tuple[float, float] | None = None
+    tokens_per_s: float | None = None
+    first_token_s: float | None = None
+    compile_s: float | None = None
+    peak: int | None = None
+    floor_ms: float | None = None
+    same: float | None = None
+    why_not: str | None = None
+    profile: dict[str, Any] = field(default_factory=dict)
+
+    def __str__(self) -> str:
+        head = f"{self.model:<11} {self.batch:>3} × {self.context:<7,} {self.method:<20}"
+        if self.why_not:
+            return f"{head} {self.why_not}"
+        if self.ms is None:
+            return f"{head} same tokens {self.same:.0%}"
+        over = "" if self.floor_ms is None else f"  floor {self.floor_ms:5.2f} (× {self.ms / self.floor_ms:4.1f})"
+        peak = "" if self.peak is None else f"  peak {self.peak / 1e9:6.1f} GB"
+        return (
+            f"{head} {self.ms:8.2f} ms [{self.spread[0]:.2f}, {self.spread[1]:.2f}]  {self.tokens_per_s:8.1f} tokens/s"
+            f"  first token {self.first_token_s:6.3f} s  compile {self.compile_s:5.1f} s{peak}{over}"
+            f"  same {self.same:.0%}"
+        )
+
+
+def add_arguments(command: Any) -> None:
+    command.add_argument(
+        "--model",
+        nargs="+",
+        default=["qwen3-0.6b"],
+        help=f"random weights of a shape ({', '.join(SHAPES)}), or a model as the other programs take it",
+    )
+    command.add_argument("--case", nargs="+", default=["1x512", "1x32768", "16x4096"], help="batch x context")
+    command.add_argument(
+        "--method", nargs="+", choices=METHODS, default=["sdpa", "static", "generate-auto", "graph", "graph-int8"]
+    )
+    command.add_argument("--device", default="auto", help="cpu asks for times on the CPU; auto gives none there")
+    command.add_argument("--few", type=count(2), default=16, help="tokens of the shorter call")
+    command.add_argument("--many", type=count(3), default=80, help="tokens of the longer call")
+    command.add_argument("--repeats", type=count(1), default=3)
+    command.add_argument("--threads", type=count(1), help="of PyTorch on the CPU")
+    command.add_argument("--profile", action="store_true", help="also where a step's time goes, by kernel")
+    command.add_argument("--seconds", type=float, help="start no row after this time")
+    command.add_argument("--json", metavar="FILE", help="write the rows there, after each of them")
+
+
+def build(name: str, device: torch.device, dtype: torch.dtype, shrunk: bool) -> Any:
+    """A model of random weights, made on its device; shrunk to two small layers where only tokens are compared."""
+    if name not in SHAPES:
+        return load(name, device, dtype)[0]
+    options = {**COMMON, **SHAPES[name], **(TINY if shrunk else {})}
     config = AutoConfig.for_model("qwen3", **options, tie_word_embeddings=name == "qwen3-0.6b")
     torch.manual_seed(0)
     with torch.device(device):
-        model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
-    model.generation_config.eos_token_id = None
-    model.generation_config.pad_token_id = 0
-    return model
+        return AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa").eval()
 
 
-def prepare(model, method: str) -> dict:
-    """Set the model up for a method; returns the arguments of `generate`."""
+def prepare(model: Any, method: str, shrunk: bool) -> dict[str, Any]:
+    """Set the model up for a method; returns arguments of `generate`."""
     hf_paged_attention.disable(model)
-    name, _, kv_dtype = method.partition("-")
-    if name in ("plain", "graph"):
-        compiles = kv_dtype != "nocompile"
-        hf_paged_attention.enable(
-            model,
-            decode=name,
-            compile=compiles,
-            kv_dtype=kv_dtype if kv_dtype in ("int8", "fp8") else "auto",
-        )
+    if method in PEERS:
+        model.set_attn_implementation("eager" if method == "eager" else "sdpa")
+        if method != "static":
+            return {}
+        return {"cache_implementation": "static", "disable_compile": shrunk}
+    name, kv_dtype = method, "auto"
+    for format in FORMATS:
+        if method.endswith(f"-{format}"):
+            name, kv_dtype = method.removesuffix(f"-{format}"), format
+    compiles = name != "graph-nocompile" and not shrunk
+    hf_paged_attention.enable(model, decode=OURS[name], compile=compiles, kv_dtype=kv_dtype)
+    if name != "generate-auto" or model.device.type == "cuda":
         return {}
-    model.set_attn_implementation("eager" if name == "eager" else "sdpa")
-    return {"cache_implementation": "static"} if name == "static" else {}
+    config = CompileConfig(fullgraph=True)
+    config._compile_all_devices = True
+    return {"compile_config": config}
 
 
-def timed(model, ids: torch.Tensor, new: int, arguments: dict) -> tuple[float, torch.Tensor]:
-    cuda = ids.device.type == "cuda"
-    if cuda:
-        torch.cuda.synchronize()
-    start = time.perf_counter()
-    mask = torch.ones_like(ids)
-    out = model.generate(input_ids=ids, attention_mask=mask, max_new_tokens=new, do_sample=False, **arguments)
-    if cuda:
-        torch.cuda.synchronize()
-    return time.perf_counter() - start, out
+class StepClock(LogitsProcessor):
+    """Notes when each step of a call has its logits: on a CPU, when they are computed."""
+
+    def __init__(self) -> None:
+        self.at: list[float] = []
+
+    def __call__(self, input_ids: torch.Tensor, scores: torch.Tensor) -> torch.Tensor:
+        self.at.append(time.perf_counter())
+        return scores
+
+    @property
+    def steps(self) -> list[float]:
+        """Milliseconds of each step but the first, which sets things up."""
+        return [(b - a) * 1e3 for a, b in zip(self.at[1:], self.at[2:], strict=False)]
 
 
-def measure(model, method: str, batch: int, context: int, few: int, many: int, repeats: int) -> dict:
-    device = model.device
-    generator = torch.Generator().manual_seed(1)
-    ids = torch.randint(3, model.config.vocab_size, (batch, context), generator=generator).to(device)
-    arguments = prepare(model, method)
+class Calls:
+    """Timed calls of `generate` for one case."""
+
+    def __init__(self, model: Any, batch: int, context: int):
+        self.model = model
+        generator = torch.Generator().manual_seed(1)
+        vocabulary = model.config.get_text_config().vocab_size
+        self.ids = torch.randint(3, vocabulary, (batch, context), generator=generator).to(model.device)
+        self.mask = torch.ones_like(self.ids)
+        self.arguments: dict[str, Any] = {}
+        self.tokens: torch.Tensor | None = None
+
+    def __call__(self, new: int, clock: StepClock | None = None) -> float:
+        """Seconds of a call that generates `new` tokens, which are in `tokens` after. clock: also of its steps."""
+        self._wait()
+        start = time.perf_counter()
+        out = self.model.generate(
+            input_ids=self.ids,
+            attention_mask=self.mask,
+            max_new_tokens=new,
+            do_sample=False,
+            eos_token_id=None,
+            pad_token_id=0,
+            logits_processor=[clock] if clock else None,
+            **self.arguments,
+        )
+        self._wait()
+        self.tokens = out[:, self.ids.shape[1] :]
+        return time.perf_counter() - start
+
+    def _wait(self) -> None:
+        if self.ids.device.type == "cuda":
+            torch.cuda.synchronize()
+
+
+def floor_ms(model: Any, batch: int, context: int, method: str) -> float:
+    """(weights + keys and values) / bandwidth, in milliseconds."""
+    parameters = {p.data_ptr(): p for p in model.parameters()}.values()
+    weights = sum(p.numel() * p.element_size() for p in parameters)
+    if not model.config.tie_word_embeddings:
+        weights -= model.get_input_embeddings().weight.nbytes  # a step reads a row of it
+    kv_dtype = next((format for format in FORMATS if method.endswith(format)), "auto")
+    cache = hf_paged_attention.PagedCache(model.config, kv_dtype=kv_dtype, dtype=model.dtype)
+    return (weights + batch * context * cache.bytes_per_token) / BANDWIDTH * 1e3
+
+
+def measure(row: Row, calls: Calls, args: Any) -> None:
+    """Fill `row` with the times of its method."""
+    calls.arguments = prepare(calls.model, row.method, shrunk=False)
+    cuda = calls.ids.device.type == "cuda"
     gc.collect()
-    if device.type == "cuda":
+    if cuda:
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    first, _ = timed(model, ids, many, arguments)
-    ttft = min(timed(model, ids, 1, arguments)[0] for _ in range(2))
-    steps, long_calls = [], []
-    for _ in range(repeats):
-        short, _ = timed(model, ids, few, arguments)
-        long, out = timed(model, ids, many, arguments)
-        steps.append((long - short) / (many - few) * 1e3)
-        long_calls.append(long)
-    steps.sort()
-    weights = sum(p.numel() * p.element_size() for p in {id(p): p for p in model.parameters()}.values())
-    config = model.config
-    per_token = config.num_hidden_layers * config.num_key_value_heads * config.head_dim * 2 * 2
+    first = calls(args.many)
+    row.first_token_s = min(calls(1) for _ in range(2))
+    short, long = [], []
+    for _ in range(args.repeats):
+        short.append(calls(args.few))
+        long.append(calls(args.many))
+    steps = sorted((b - a) / (args.many - args.few) * 1e3 for a, b in zip(short, long, strict=True))
+    row.ms, row.spread = steps[len(steps) // 2], (steps[0], steps[-1])
+    row.compile_s = first - min(long)
+    row.tokens_per_s = row.batch / row.ms * 1e3
+    if cuda:
+        row.peak = torch.cuda.max_memory_allocated()
+        row.floor_ms = floor_ms(calls.model, row.batch, row.context, row.method)
+    if args.profile:
+        row.profile = profile_step(calls, row.ms)
+
+
+def measure_in_turn(rows: list[Row], calls: Calls, args: Any, say: Any) -> None:
+    """The same on a machine that does other things too: methods in turn, and the least tenth of all their steps."""
+    steps: dict[str, list[float]] = {row.method: [] for row in rows}
+    firsts: dict[str, list[float]] = {row.method: [] for row in rows}
+    warm_up, tokens = {}, {}
+    for repeat in range(args.repeats + 1):
+        for row in rows:
+            calls.arguments = prepare(calls.model, row.method, shrunk=False)
+            clock, start = StepClock(), time.perf_counter()
+            seconds = calls(args.many, clock)
+            tokens[row.method] = calls.tokens
+            if repeat:
+                steps[row.method] += clock.steps
+                firsts[row.method].append(clock.at[0] - start)
+                warm_up[row.method] = min(warm_up[row.method], seconds)
+            else:
+                warm_up[row.method], row.compile_s = float("inf"), seconds
+    for row in rows:
+        mine = sorted(steps[row.method])
+        row.ms = mine[len(mine) // 10]
+        row.spread = (mine[0], mine[len(mine) // 2])
+        row.first_token_s = min(firsts[row.method])
+        row.compile_s -= warm_up[row.method]
+        row.tokens_per_s = row.batch / row.ms * 1e3
+        row.same = agreement(tokens[row.method], tokens[rows[0].method])
+        say(f"{row}  × {row.ms / rows[0].ms:.2f} of {rows[0].method}")
+
+
+def compare(row: Row, calls: Calls, args: Any) -> None:
+    """Tokens alone, where times would say nothing."""
+    calls.arguments = prepare(calls.model, row.method, shrunk=True)
+    if "compile_config" in calls.arguments:
+        calls.arguments["compile_config"].backend = "eager"
+    calls(args.many)
+
+
+def profile_step(calls: Calls, wall_ms: float, few: int = 4, many: int = 20) -> dict[str, Any]:
+    """Device (on a CPU: host) milliseconds of one step by kernel: two profiled calls' difference, a step's share."""
+    cuda = calls.ids.device.type == "cuda"
+    activities = [ProfilerActivity.CUDA] if cuda else [ProfilerActivity.CPU]
+
+    def by_name(new: int) -> dict[str, tuple[float, int]]:
+        with profile(activities=activities) as profiler:
+            calls(new)
+        found: dict[str, tuple[float, int]] = {}
+        for event in profiler.key_averages():
+            microseconds = event.self_device_time_total if cuda else event.self_cpu_time_total
+            if microseconds:
+                found[event.key] = (microseconds / 1e3, event.count)
+        return found
+
+    before, after, steps = by_name(few), by_name(many), many - few
+    kernels = []
+    for name, (ms, launches) in after.items():
+        earlier_ms, earlier_launches = before.get(name, (0.0, 0))
+        if launches > earlier_launches:
+            kernels.append((name, (ms - earlier_ms) / steps, (launches - earlier_launches) / steps))
+    kernels.sort(key=lambda kernel: -kernel[1])
+    busy = sum(ms for _, ms, _ in kernels)
     return {
-        "method": method,
-        "batch": batch,
-        "context": context,
-        "ms_per_step": steps[len(steps) // 2],
-        "spread": [steps[0], steps[-1]],
-        "tokens_per_s": batch / steps[len(steps) // 2] * 1e3,
-        "ttft_s": ttft,
-        "compile_s": first - min(long_calls),
-        "peak_gb": torch.cuda.max_memory_allocated() / 1e9 if device.type == "cuda" else None,
-        "floor_ms_bf16": (weights + batch * context * per_token) / COPY_BANDWIDTH * 1e3,
-        "tokens": out[:, context:].tolist(),
+        "device_ms": busy,
+        "wall_ms": wall_ms,
+        "launches": sum(launches for _, _, launches in kernels),
+        "kernels": [{"name": name, "ms": ms, "launches": launches} for name, ms, launches in kernels[:25]],
     }
 
 
-def agreement(tokens: list[list[int]], expected: list[list[int]]) -> float:
-    same = 0
-    for row, wanted in zip(tokens, expected, strict=True):
-        for a, b in zip(row, wanted, strict=True):
-            if a != b:
-                break
-            same += 1
-    return same / sum(map(len, expected))
+def profile_lines(row: Row) -> list[str]:
+    found = row.profile
+    lines = [
+        f"    {found['device_ms']:.3f} ms of kernels in {found['launches']:.0f} launches a step, "
+        f"of {found['wall_ms']:.3f} ms: idle {max(0.0, 1 - found['device_ms'] / found['wall_ms']):.0%}"
+    ]
+    for kernel in found["kernels"][:12]:
+        lines.append(f"    {kernel['ms']:8.4f} ms  {kernel['launches']:5.1f} ×  {kernel['name'][:90]}")
+    return lines
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--model", choices=sorted(SHAPES), default="qwen3-0.6b")
-    parser.add_argument("--case", nargs="+", default=["1x512", "1x32768", "16x4096"], help="batch x context")
-    parser.add_argument("--method", nargs="+", choices=METHODS, default=["sdpa", "static", "graph", "graph-int8"])
-    parser.add_argument("--few", type=int, default=16, help="tokens of the shorter call")
-    parser.add_argument("--many", type=int, default=80, help="tokens of the longer call")
-    parser.add_argument("--repeats", type=int, default=3)
-    parser.add_argument("--json", type=Path)
-    arguments = parser.parse_args()
-    device = torch.device("cuda" if torch.cuda.is_available() else "cpu")
-    model = build(arguments.model, device, torch.bfloat16 if device.type == "cuda" else torch.float32)
-    rows = []
-    for case in arguments.case:
-        batch, context = map(int, case.split("x"))
-        expected = None
-        for method in arguments.method:
-            try:
-                row = measure(model, method, batch, context, arguments.few, arguments.many, arguments.repeats)
-            except torch.OutOfMemoryError:
-                print(f"{arguments.model} {case:>9} {method:<16} out of memory", flush=True)
+def agreement(tokens: torch.Tensor, expected: torch.Tensor) -> float:
+    """Share of `expected` before each row of `tokens` parts from it."""
+    return float((tokens == expected).int().cumprod(1).float().mean())
+
+
+def case_of(text: str) -> tuple[int, int]:
+    batch, _, context = text.partition("x")
+    if not (batch.isdigit() and context.isdigit() and int(batch) and int(context)):
+        raise BadInput(f"--case {text}: give a batch and a context as 16x4096")
+    return int(batch), int(context)
+
+
+def run(args: Any, say: Any) -> int:
+    if args.many <= args.few:
+        raise BadInput(f"--many {args.many}: must be more than --few {args.few}")
+    device = device_named(args.device)
+    shrunk = device.type == "cpu" and args.device == "auto"
+    if args.threads:
+        torch.set_num_threads(args.threads)
+    dtype = torch.bfloat16 if device.type == "cuda" else torch.float32
+    cases = [case_of(text) for text in args.case]
+    if shrunk:
+        args.few, args.many = 2, 8
+        cases = list(dict.fromkeys((min(batch, 3), min(context, 80)) for batch, context in cases))
+    if device.type == "cpu":
+        # `benchmark.py` asks for Triton's interpreter, which checks kernels; a step is to be what a user gets.
+        os.environ.setdefault(ENVIRONMENT, "reference")
+    rows: list[Row] = []
+    settings = {"device": str(device), "torch": torch.__version__, "few": args.few, "many": args.many}
+
+    def keep() -> None:
+        if args.json:
+            path = Path(args.json)
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_text(json.dumps({**settings, "rows": [row.__dict__ for row in rows]}, indent=1))
+
+    for name in args.model:
+        start = time.perf_counter()
+        model = build(name, device, dtype, shrunk)
+        say(f"{name}: built in {time.perf_counter() - start:.0f} s")
+        for batch, context in cases:
+            calls = Calls(model, batch, context)
+            mine = [Row(name, batch, context, method) for method in args.method]
+            if device.type == "cpu" and not shrunk:
+                measure_in_turn(mine, calls, args, say)
+                rows += mine
+                keep()
                 continue
-            tokens = row.pop("tokens")
-            expected = expected or tokens
-            row["same"] = agreement(tokens, expected)
-            rows.append({"model": arguments.model, **row})
-            peak = "" if row["peak_gb"] is None else f"{row['peak_gb']:6.1f} GB"
-            print(
-                f"{arguments.model} {case:>9} {method:<16} {row['ms_per_step']:8.2f} ms [{row['spread'][0]:.2f}, "
-                f"{row['spread'][1]:.2f}]  floor {row['floor_ms_bf16']:.2f}  ttft {row['ttft_s']:.3f} s  compile "
-                f"{row['compile_s']:.1f} s  {peak}  same {row['same']:.0%}",
-                flush=True,
-            )
-    if arguments.json:
-        arguments.json.write_text(json.dumps(rows, indent=1))
+            expected = None
+            for row in mine:
+                if args.seconds and time.monotonic() - args.started > args.seconds:
+                    row.why_not = f"not started after {args.seconds:.0f} s"
+                else:
+                    row.why_not = TOO_LARGE.get((name, batch, context, row.method))
+                if row.why_not is None:
+                    try:
+                        (compare if shrunk else measure)(row, calls, args)
+                        expected = calls.tokens if expected is None else expected
+                        row.same = agreement(calls.tokens, expected)
+                    except torch.OutOfMemoryError:
+                        row.why_not = "out of memory"
+                    except Exception as error:  # the other rows are worth having
+                        row.why_not = f"failed: {type(error).__name__}: {str(error).splitlines()[0][:100]}"
+                rows.append(row)
+                keep()
+                say(str(row))
+                for line in profile_lines(row) if row.profile else []:
+                    say(line)
+        hf_paged_attention.disable(model)
+        del model, calls
+        torch._dynamo.reset()
+        gc.collect()
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    failed = [row for row in rows if row.why_not and row.why_not.startswith("failed")]
+    apart = [row for row in rows if shrunk and row.same is not None and row.same < 1 and row.method in EXACT]
+    return 1 if failed or apart else 0
 
 
-if __name__ == "__main__":
-    main()
+# In float32 these give the first method's tokens; 8-bit formats may not.
+EXACT = tuple(itertools.chain(PEERS, OURS))

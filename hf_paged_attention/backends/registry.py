@@ -37,6 +37,20 @@ def get_backend(name: str) -> Backend:
     return _BACKENDS[name]
 
 
+def check_backend_name(name: str) -> None:
+    """`ValueError` unless `name`, or what HF_PAGED_ATTENTION_BACKEND makes of "auto", is a registered backend's."""
+    _named(name)
+
+
+def _named(name: str) -> Backend | None:
+    """The backend asked for by `name`, or by the environment variable where that is "auto"; None: any that runs."""
+    asked = os.environ.get(ENVIRONMENT, "auto") if name == "auto" else name
+    if asked == "auto" or asked in _BACKENDS:
+        return _BACKENDS.get(asked)
+    source = f"the environment variable {ENVIRONMENT}={asked!r}" if name == "auto" else f"backend={asked!r}"
+    raise ValueError(f"{source} names no registered backend. Use 'auto' or one of {', '.join(map(repr, _BACKENDS))}.")
+
+
 def select(
     query: torch.Tensor, kv: PagedKV, spec: AttentionSpec, name: str = "auto", on_unsupported: str = "warn"
 ) -> Backend:
@@ -45,13 +59,11 @@ def select(
     name "auto" takes the environment variable HF_PAGED_ATTENTION_BACKEND, else the first that runs here. A named
     backend that cannot run the layer is an error; so is a fallback under on_unsupported="error".
     """
-    if name == "auto":
-        name = os.environ.get(ENVIRONMENT, "auto")
-    if name != "auto":
-        backend = get_backend(name)
+    backend = _named(name)
+    if backend is not None:
         reason = backend.why_not(query.device) or backend.why_not_this(query, kv, spec)
         if reason:
-            raise NotImplementedError(f"backend={name!r} cannot run this layer: {reason}. Use backend='auto'.")
+            raise NotImplementedError(f"backend={backend.name!r} cannot run this layer: {reason}. Use backend='auto'.")
         return backend
     passed_over = []
     for backend in _BACKENDS.values():

@@ -2,25 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+import contextlib
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import torch
 from transformers.cache_utils import Cache, CacheLayerMixin
 
-from ..compat import caches_latents, cannot_crop, known_layer_types, layer_types_and_arguments, transformers_layer
+from ..backends import check_backend_name
+from ..compat import cannot_crop, heads_of_layers, transformers_layer
 from ..kernels.int4 import GROUP
-from ..log import info_once
 from .formats import AS_THEY_ARRIVE, CacheFormat, get_format
+from .hybrid import PagedHybridLayer
 from .layer import PagedLayer
 from .options import Options
+from .plan import KEYS_IN_BLOCKS, BuiltFor, plan_of, watch_of
 from .sequences import Beginning, Sequences
-
-DEFAULT_BLOCK_SIZE = 64
-PAGED_TYPES = ("full_attention", "sliding_attention")
-# Layers that no forward pass brings to the cache.
-STATELESS_TYPES = ("dummy", "moe", "mlp")
-WITHOUT_KEYS = (*STATELESS_TYPES, "conv", "linear_attention")
 
 
 class PagedCache(Cache):
@@ -34,13 +31,15 @@ class PagedCache(Cache):
             are then held as they arrived. A pair stores keys and values differently: ("int8", "int4").
         exact_layers: layers that store keys and values as they arrive whatever kv_dtype says, by their index in the
             cache; negative ones count from the last: (0, -1).
-        block_size: tokens a block, a power of two from 16 to 256; None picks the default, 64.
+        block_size: tokens a block, a power of two from 16 to 256; None picks the default, 64, or 128
+            where keys and values have 8 bits.
         max_blocks: bound of the blocks of one layer; None: as many as memory holds.
         dtype: the dtype in which keys will arrive, for `bytes_per_token` before the first forward pass.
         backend: "auto", or the name of a registered backend.
-        prefix_caching: keep the full blocks of earlier prompts findable by their tokens, also after
-            `reset(keep_prefixes=True)`. `enable(model)` makes `generate` look; without it call `match_prefix`. Sliding
-            layers then keep every block. Least recently used blocks go first when `max_blocks` presses.
+        prefix_caching: keep the full blocks of earlier prompts and answers findable by their tokens, also after
+            `reset(keep_prefixes=True)`. `enable(model)` makes `generate` look and tell; without it call `match_prefix`
+            and `remember`. Sliding layers then keep every block. Least recently used blocks go first when
+            `max_blocks` presses.
         on_unsupported: what to do when the preferred backend cannot run a layer: "warn" (take a slower one, in a log
             line) or "error".
 
@@ -48,8 +47,11 @@ class PagedCache(Cache):
     convolutions, MLA's latents) stay as Transformers keeps them.
 
     Raises:
-        ValueError: for an argument that is not one of the above, or an encoder-decoder config.
-        CacheFullError: from a forward pass, when `max_blocks` is too small; nothing of that pass is stored.
+        TypeError: for a config that is none, or a dtype that is none.
+        ValueError: for an argument that is not one of the above, or an encoder-decoder config; from a forward pass of
+            a model of another shape than the config's.
+        CacheFullError: from a forward pass, when `max_blocks` is too small; nothing of that pass is stored. Recurrent
+            states that Transformers keeps are overwritten by then: such a cache refuses to go on until `reset()`.
     """
 
     def __init__(
@@ -66,14 +68,15 @@ class PagedCache(Cache):
         on_unsupported: str = "warn",
     ):
         format = get_format(kv_dtype)
-        _check_arguments(config, block_size, max_blocks)
-        _check_groups(kv_dtype, format, block_size or DEFAULT_BLOCK_SIZE)
+        check_backend_name(backend)
+        _check_arguments(config, block_size, max_blocks, dtype)
+        _check_groups(kv_dtype, format, block_size or format.block_size)
         self.text_config = config.get_text_config(decoder=True)
         self.kv_dtype = format.name
         self.dtype = dtype
-        self.block_size = block_size or DEFAULT_BLOCK_SIZE
-        self._plan = plan = _plan(self.text_config)
-        windows = [window for kind, window in plan if kind == "paged"]
+        self.block_size = block_size or format.block_size
+        self._plan = plan = plan_of(self.text_config)
+        windows = [argument[0] if kind == "hybrid" else argument for kind, argument in plan if kind in KEYS_IN_BLOCKS]
         self.exact_layers = _layer_indices(exact_layers, len(plan))
         formats = [AS_THEY_ARRIVE if index in self.exact_layers else format for index in range(len(plan))]
         options = Options(backend, on_unsupported)
@@ -84,25 +87,51 @@ class PagedCache(Cache):
             len(windows),
             options,
             prefix_caching=prefix_caching,
-            has_tail=any(each.needs_tail for each, (kind, _) in zip(formats, plan, strict=True) if kind == "paged"),
+            has_tail=any(
+                each.needs_tail for each, (kind, _) in zip(formats, plan, strict=True) if kind in KEYS_IN_BLOCKS
+            ),
         )
+        self.sequences.built_for = BuiltFor(self.text_config)
         layers: list[Any] = []
         for (kind, argument), layer_format in zip(plan, formats, strict=True):
+            index = sum(isinstance(layer, PagedLayer) for layer in layers)
             if kind == "paged":
-                index = sum(isinstance(layer, PagedLayer) for layer in layers)
                 layers.append(PagedLayer(index, self.sequences, layer_format, argument))
+            elif kind == "hybrid":
+                layers.append(PagedHybridLayer(index, self.sequences, layer_format, *argument))
             else:
                 layers.append(transformers_layer(kind, argument))
         self.format = format
-        stateful = any(kind not in ("paged", *STATELESS_TYPES) for kind, _ in plan)
-        attention = [index for index, (kind, _) in enumerate(plan) if kind not in WITHOUT_KEYS]
-        # Where layers of Transformers' own keep state: the last layer that keys come for, and the last they came for.
-        self._last_layer = attention[-1] if stateful and attention else None
-        self._reached = self._last_layer
+        # What captured decode steps keep with this cache (`hf_paged_attention.arena`), and whose cache it is.
+        self.arena: Any = None
+        self.is_built_by_generate = False
+        # Of the present call of `generate`: the columns that it may reach, and whether its steps can be compiled.
+        self.longest: int | None = None
+        self.may_compile = False
+        self._compiles = False
+        self._watch = watch_of(plan, self.text_config)
         super().__init__(layers=layers)
 
     def __repr__(self) -> str:
         return f"PagedCache(kv_dtype={self.kv_dtype!r}, block_size={self.block_size}, layers={len(self.layers)})"
+
+    @property
+    def is_compileable(self) -> bool:
+        """Whether `generate` may compile its forward over this cache.
+
+        Only while an enabled model asks for it (`enable(model, decode="compile")`): blocks are allocated on the host
+        between steps, and a cache by itself has no place there.
+        """
+        return self._compiles
+
+    @contextlib.contextmanager
+    def compileable(self) -> Iterator[None]:
+        """Within it the cache says that it is compileable."""
+        self._compiles = True
+        try:
+            yield
+        finally:
+            self._compiles = False
 
     @property
     def _paged(self) -> list[PagedLayer]:
@@ -110,7 +139,8 @@ class PagedCache(Cache):
 
     @property
     def _others(self) -> list[Any]:
-        return [layer for layer in self.layers if not isinstance(layer, PagedLayer)]
+        """Layers that Transformers keeps, and hybrid ones, whose states it keeps."""
+        return [layer for layer in self.layers if type(layer) is not PagedLayer]
 
     # Transformers' protocol: what concerns the sequences is done once, not once a layer -------------------------------
 
@@ -123,23 +153,42 @@ class PagedCache(Cache):
                 f"Keys of layer {layer_idx} arrive, but this cache has {len(self.layers)} layers: it belongs to "
                 "another model. Build a PagedCache from this model's config."
             )
-        self._reach(layer_idx)
+        if self._watch is not None:
+            self._watch.ask(layer_idx, "keys", ("keys", layer_idx))
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
-    def _reach(self, layer_idx: int) -> None:
-        """Refuse a pass that follows one which an exception ended, where layers cannot be put back as they were.
+    # States that Transformers keeps: where a pass is, is all that we learn from these
 
-        Seen where keys arrive, in order: models change other states in place without a word to the cache.
-        """
-        if self._last_layer is None or torch.compiler.is_compiling():
-            return
-        if layer_idx <= self._reached < self._last_layer:
-            raise RuntimeError(
-                f"The last forward pass ended between layers {self._reached} and {self._last_layer}, and layers that "
-                "Transformers keeps (linear attention, latents) cannot be put back as they were before it. Call "
-                "reset()."
-            )
-        self._reached = layer_idx
+    def has_previous_state(self, layer_idx: int | None = None, state_idx: int | None = None) -> bool:
+        """As in Transformers; 5.17's models ask it once a pass and layer."""
+        if self._watch is not None and layer_idx is not None:
+            self._watch.ask(layer_idx, "states", ("has", layer_idx, state_idx))
+        return super().has_previous_state(layer_idx, state_idx)
+
+    def get_conv_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        """As in Transformers (newer than 5.17), whose models ask it once a pass and layer."""
+        if self._watch is not None:
+            self._watch.ask(layer_idx, "states", ("conv", layer_idx, state_idx))
+        return super().get_conv_state(layer_idx, state_idx)
+
+    def get_recurrent_state(self, layer_idx: int, state_idx: int = 0) -> torch.Tensor | None:
+        if self._watch is not None:
+            self._watch.ask(layer_idx, "states", ("recurrent", layer_idx, state_idx))
+        return super().get_recurrent_state(layer_idx, state_idx)
+
+    def update_conv_state(self, conv_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any) -> torch.Tensor:
+        recurrent = any(any(getattr(one, "is_recurrent_states_initialized", {}).values()) for one in self._others)
+        if self._watch is not None and not recurrent:  # else the update of that state is to come
+            self._watch.reach(layer_idx, "states")
+        self.sequences.check_batch(conv_states.shape[0])
+        return super().update_conv_state(conv_states, layer_idx, *args, **kwargs)
+
+    def update_recurrent_state(
+        self, recurrent_states: torch.Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> torch.Tensor:
+        if self._watch is not None:
+            self._watch.reach(layer_idx, "states")
+        return super().update_recurrent_state(recurrent_states, layer_idx, *args, **kwargs)
 
     def get_seq_length(self, layer_idx: int = 0) -> int:
         """Tokens a row that the cache has been given, padding included."""
@@ -153,6 +202,8 @@ class PagedCache(Cache):
         """(length, offset) of the columns that a mask must describe: those of the new tokens."""
         if self.sequences.device_state is not None:
             return query_length, 0
+        if self._watch is not None:
+            self._watch.sizes_asked(layer_idx, query_length)
         layer = self.layers[layer_idx] if layer_idx < len(self.layers) else None
         if isinstance(layer, CacheLayerMixin) and not isinstance(layer, PagedLayer):
             return layer.get_mask_sizes(query_length)
@@ -169,6 +220,7 @@ class PagedCache(Cache):
         for layer in self._paged:
             table = layer.table
             blocks = table.capacity_for(self.sequences.lengths, tokens, self.sequences.keeps_past)
+            layer.storage.keeps_memory = True
             layer.storage.ensure(max(blocks, layer.storage.num_blocks), table.pool.max_blocks)
             if self.sequences.tail is not None:
                 layer.storage.ensure_tail(self.sequences.tail.capacity_one_by_one())
@@ -177,7 +229,8 @@ class PagedCache(Cache):
         """Forget every sequence and give all blocks back, but those that keep_prefixes=True leaves to be found."""
         kept = keep_prefixes and self.sequences.prefixes is not None
         self.sequences.reset(keep_prefixes=kept)
-        self._reached = self._last_layer
+        if self._watch is not None:
+            self._watch.clear()
         for index, layer in enumerate(self.layers):
             if isinstance(layer, PagedLayer):
                 layer.forget(keep_fit=kept)
@@ -189,7 +242,7 @@ class PagedCache(Cache):
     @property
     def can_share_prefixes(self) -> bool:
         """Whether a row can begin with another's blocks: every layer's past lies in them."""
-        return not self._others
+        return self._watch is None
 
     def match_prefix(self, input_ids: torch.Tensor, attention_mask: torch.Tensor | None = None) -> int:
         """Begin the sequences with the stored blocks of the longest known beginnings of the prompts.
@@ -201,7 +254,7 @@ class PagedCache(Cache):
         index = self.sequences.prefixes
         if index is None:
             raise ValueError("match_prefix needs PagedCache(..., prefix_caching=True).")
-        if self.sequences.batch_size is not None:
+        if not self.sequences.is_empty():
             raise ValueError("match_prefix needs an empty cache: call reset(keep_prefixes=True) first.")
         if not self.can_share_prefixes:
             return 0
@@ -219,6 +272,7 @@ class PagedCache(Cache):
             rows.append(Beginning(blocks, sealed=len(needed) * self.block_size))
         valid = torch.arange(columns).unsqueeze(0) >= torch.tensor(padding).unsqueeze(1)
         self.adopt(rows, lengths, valid)
+        self.sequences.remember(prompts)
         return columns
 
     def adopt(self, rows: list[Beginning], lengths: list[int], valid: torch.Tensor) -> None:
@@ -231,9 +285,7 @@ class PagedCache(Cache):
         """Make the full blocks of the present rows findable by their tokens `[B, T]`, T at least what is stored."""
         if self.sequences.prefixes is None:
             return
-        prompts, _ = real_tokens(input_ids, attention_mask)
-        for row, tokens in enumerate(prompts):
-            self.sequences.remember(row, tokens)
+        self.sequences.remember(real_tokens(input_ids, attention_mask)[0])
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove the newest `-tokens_to_remove` tokens of each row.
@@ -247,6 +299,8 @@ class PagedCache(Cache):
         tokens_to_remove = int(tokens_to_remove)  # a tensor on transformers 5.17
         if tokens_to_remove > 0:
             raise ValueError(f"crop({tokens_to_remove}): give the number of tokens to remove as a negative number.")
+        if self._watch is not None:
+            self._watch.begin()
         for layer in self._others:
             reason = cannot_crop(layer) if tokens_to_remove else None
             if reason:
@@ -265,18 +319,21 @@ class PagedCache(Cache):
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         """Each row becomes `repeats` rows that share its blocks."""
-        if self.sequences.batch_size is not None:
-            self.sequences.select([row for row in range(self.sequences.batch_size) for _ in range(repeats)])
-        for layer in self._others:
-            layer.batch_repeat_interleave(repeats)
+        if self.batch_size is not None and self.batch_size > 0:
+            self._select([row for row in range(self.batch_size) for _ in range(repeats)])
 
     def batch_select_indices(self, indices: torch.Tensor) -> None:
         """Keep the rows `indices` (numbers, or a boolean mask)."""
         rows = torch.as_tensor(indices)
-        rows = rows.nonzero().flatten() if rows.dtype == torch.bool else rows
-        self.sequences.select(rows.tolist())
+        self._select((rows.nonzero().flatten() if rows.dtype == torch.bool else rows).tolist())
+
+    def _select(self, rows: list[int]) -> None:
+        self.sequences.select(rows)
         for layer in self._others:
-            layer.batch_select_indices(indices)
+            if hasattr(layer, "conv_states"):  # Transformers knows reordering alone for these; it selects as well
+                layer.reorder_cache(torch.tensor(rows))
+            else:
+                layer.batch_select_indices(torch.tensor(rows))
 
     @property
     def batch_size(self) -> int:
@@ -298,8 +355,7 @@ class PagedCache(Cache):
         if layer.storage is not None:
             return layer.storage.bytes_per_token
         config = self.text_config
-        heads = getattr(config, "num_key_value_heads", None) or config.num_attention_heads
-        dim = getattr(config, "head_dim", None) or config.hidden_size // config.num_attention_heads
+        heads, dim = heads_of_layers(config)[self.layers.index(layer)]
         arriving = self.dtype or getattr(config, "dtype", None) or torch.get_default_dtype()
         return heads * layer.format.bytes_per_head(dim, dim, arriving)
 
@@ -358,30 +414,11 @@ def real_tokens(input_ids: torch.Tensor, attention_mask: torch.Tensor | None) ->
     return [row[pad:] for row, pad in zip(rows, padding, strict=True)], padding
 
 
-def _plan(config: Any) -> list[tuple[str, Any]]:
-    """For each layer ("paged", window) or (Transformers' layer type, its arguments)."""
-    latents = caches_latents(config)
-    plan: list[tuple[str, Any]] = []
-    for layer_type, arguments in layer_types_and_arguments(config):
-        if layer_type in PAGED_TYPES and not latents:
-            plan.append(("paged", arguments.get("sliding_window") if layer_type == "sliding_attention" else None))
-        elif layer_type == "chunked_attention" or layer_type not in known_layer_types():
-            raise NotImplementedError(
-                f"PagedCache does not know layers of type {layer_type!r} ({config.model_type}). Generate without "
-                'PagedCache and with attn_implementation="sdpa".'
-            )
-        else:
-            why = "its cache holds latents, not keys" if latents else f"type {layer_type!r}"
-            info_once(f"{config.model_type}: layers kept as Transformers keeps them ({why})")
-            plan.append((layer_type, arguments))
-    return plan
-
-
 def _check_groups(kv_dtype: Any, format: CacheFormat, block_size: int) -> None:
     if format.key.packed and block_size < GROUP:
         raise ValueError(
             f"block_size={block_size} is too small for kv_dtype={kv_dtype!r}: int4 keys are encoded {GROUP} tokens "
-            f"together, in one block. Use block_size={GROUP} or more, or None for the default of {DEFAULT_BLOCK_SIZE}."
+            f"together, in one block. Use block_size={GROUP} or more, or None for the default of {format.block_size}."
         )
 
 
@@ -398,11 +435,15 @@ def _layer_indices(exact_layers: Any, layers: int) -> frozenset[int]:
     return frozenset(index % layers for index in given)
 
 
-def _check_arguments(config: Any, block_size: Any, max_blocks: Any) -> None:
+def _check_arguments(config: Any, block_size: Any, max_blocks: Any, dtype: Any) -> None:
+    if not hasattr(config, "get_text_config"):
+        raise TypeError(f"config is a {type(config).__name__}, not a model's config. Pass model.config.")
+    if dtype is not None and not isinstance(dtype, torch.dtype):
+        raise TypeError(f"dtype={dtype!r} is a {type(dtype).__name__}; it must be a torch.dtype or None.")
     if getattr(config, "is_encoder_decoder", False):
         raise ValueError(
             f"config is of an encoder-decoder model ({config.model_type}); PagedCache holds a decoder-only model's "
-            "keys. Leave past_key_values to generate() for this model."
+            "keys. Leave the cache to generate() for this model."
         )
     if block_size is not None and (
         not isinstance(block_size, int) or not 16 <= block_size <= 256 or block_size & (block_size - 1)

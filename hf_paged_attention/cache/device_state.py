@@ -19,13 +19,14 @@ TAIL = "tail"  # beside the windows, by which the tables of keys that stay are k
 
 
 class DeviceState:
-    """For the present rows of `sequences`, one new token a row and step, up to `max_length` tokens a row."""
+    """For rows like those of `sequences`, one new token a row and step, up to `max_length` tokens a row."""
 
     def __init__(self, sequences: Sequences, max_length: int, device: torch.device):
         rows = sequences.batch_size
         width = -(-max_length // sequences.block_size)
         self.block_size = sequences.block_size
         self.seq_lens = torch.zeros(rows, dtype=torch.int32, device=device)  # stored tokens, the step's own included
+        self.positions = torch.zeros(rows, dtype=torch.int64, device=device)  # of the step's tokens: seq_lens - 1
         self.columns = torch.zeros((), dtype=torch.int64, device=device)  # Transformers' sequence length
         self.tables: dict[Any, torch.Tensor] = {
             window: torch.zeros(rows, width, dtype=torch.int32, device=device) for window in sequences.tables
@@ -46,12 +47,27 @@ class DeviceState:
             # A compiled step must serve any table width, or each prompt length would compile it anew.
             torch._dynamo.maybe_mark_dynamic(table, 1)
         self._versions: dict[Any, int] = {}
+        self._followed: list[int] | None = None  # the host's lengths, the very object, after the last step
         self.restart(sequences)
+
+    def fits(self, sequences: Sequences, max_length: int) -> bool:
+        """Whether these tensors can serve `sequences` up to `max_length` tokens a row."""
+        return (
+            self.seq_lens.shape[0] == sequences.batch_size
+            and self.block_size == sequences.block_size
+            and self.tables.keys() == {*sequences.tables, *([] if sequences.tail is None else [TAIL])}
+            and all(table.shape[1] * self.block_size >= max_length for table in self.tables.values())
+        )
+
+    def is_behind(self, sequences: Sequences) -> bool:
+        """Whether lengths changed on the host other than by this state's steps. Every change makes a new list."""
+        return self._followed is not sequences.lengths
 
     def restart(self, sequences: Sequences) -> None:
         """Take lengths and tables over from the host: between steps, when nothing is in flight that reads them."""
         lengths = torch.tensor(sequences.lengths, dtype=torch.int32)
         self.seq_lens.copy_(to_device(lengths, self.seq_lens.device), non_blocking=True)
+        self.positions.copy_(self.seq_lens).sub_(1)
         self.columns.fill_(sequences.columns)
         self._versions = {}
         self.follow(sequences)
@@ -60,7 +76,8 @@ class DeviceState:
             self.sealed_lens.copy_(to_device(sealed, self.sealed_lens.device), non_blocking=True)
 
     def follow(self, sequences: Sequences) -> None:
-        """Copy the tables that changed on the host since the last call."""
+        """Copy the tables that changed on the host since the last call, without waiting."""
+        self._followed = sequences.lengths
         tables: dict[Any, BlockTable] = dict(sequences.tables)
         if sequences.tail is not None:
             tables[TAIL] = sequences.tail
@@ -70,15 +87,18 @@ class DeviceState:
                 self._versions[window] = table.version
 
     def advance(self) -> None:
-        """One token more a row: device operations only, fit for capture. Slots are where the new tokens go."""
-        position = self.seq_lens.to(torch.int64)
+        """One token more a row: device operations only, fit for capture. Slots are where the new tokens go.
+
+        As few operations as can be: in a graph each costs about 2 µs, whatever it does.
+        """
         self.seq_lens.add_(1)
+        self.positions.add_(1)
         self.columns.add_(1)
-        index = (position // self.block_size).unsqueeze(1)
-        offset = position % self.block_size
+        index = (self.positions // self.block_size).unsqueeze(1)
+        offset = self.positions % self.block_size
         for window, table in self.tables.items():
-            block = table.gather(1, index).squeeze(1).to(torch.int64)
-            self.slots[window].copy_(block * self.block_size + offset)
+            block = table.gather(1, index).squeeze(1)
+            torch.add(offset, block, alpha=self.block_size, out=self.slots[window])
         if self.sealed_lens is not None:
             full = (self.seq_lens - EXACT_TOKENS).clamp_min(0) // self.block_size * self.block_size
             sealed = torch.maximum(self.sealed_lens, full)

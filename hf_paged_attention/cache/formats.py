@@ -58,6 +58,11 @@ class CacheFormat:
         """Whether the newest tokens wait, as they arrived, until their block is full: keys come in groups of tokens."""
         return self.key.packed
 
+    @property
+    def block_size(self) -> int:
+        """Tokens a block where nobody says: the kernels' tile, so that each is read from one place."""
+        return 128 if self.key.scaled and self.value.scaled else 64
+
     def bytes_per_head(self, key_dim: int, value_dim: int, arriving: torch.dtype) -> int:
         """Bytes of one token's key and value in one KV head, scales and zero points included."""
         total = 0

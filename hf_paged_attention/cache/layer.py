@@ -14,7 +14,7 @@ from ..types import BatchMetadata, PagedKV
 from .batch import ForwardPass
 from .formats import CacheFormat
 from .sequences import Sequences
-from .storage import Storage
+from .storage import Memory, Storage
 from .table import BlockTable
 from .tail import Unsealed
 
@@ -45,6 +45,7 @@ class PagedLayer(CacheLayerMixin):
         if self.is_sliding:
             self.sliding_window = window
         self.storage: Storage | None = None
+        self.lent: Memory | None = None  # of a cache that is gone: the storage begins with it
         self._arrived: torch.Tensor | None = None  # keys that `update` handed on and that are not stored yet
 
     def __repr__(self) -> str:
@@ -61,7 +62,8 @@ class PagedLayer(CacheLayerMixin):
     # Transformers' protocol -----------------------------------------------------------------------------------------
 
     def lazy_initialization(self, key_states: torch.Tensor, value_states: torch.Tensor) -> None:
-        self.storage = Storage(self.format, self.sequences.block_size, key_states, value_states)
+        self.storage = Storage(self.format, self.sequences.block_size, key_states, value_states, self.lent)
+        self.lent = None
         self.is_initialized = True
 
     def update(
@@ -84,7 +86,7 @@ class PagedLayer(CacheLayerMixin):
             key_states.paged_layer = self
             return key_states, value_states
         self.sequences.expect_attention(self.index)
-        if self.storage is None:
+        if self.storage is None or not self.storage.num_blocks:  # nothing stored: a refused model's shape does not bind
             self.lazy_initialization(key_states, value_states)
         else:
             self._check_shape(key_states, value_states)

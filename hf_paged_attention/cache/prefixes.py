@@ -69,14 +69,23 @@ class PrefixIndex:
     def evict(self, window: int | None, count: int) -> None:
         """Free at least `count` blocks of one table if the index holds so many that no sequence does."""
         pool = self._tables[window].pool
-        while count > 0:
-            idle = next(
-                (n for n in self._nodes.values() if not n.children and not pool.is_shared(n.blocks[window])), None
-            )
-            if idle is None:
-                return
-            self._remove(idle)
-            count -= 1
+        goal = pool.num_used - count
+        while pool.num_used > goal:
+            idle = (node for node in self._nodes.values() if not pool.is_shared(node.blocks[window]))
+            end = next((node for node in idle if not node.children), None)
+            if end is None:
+                # What goes on from an idle block is a row's that computed the same beginning in blocks of its own: the
+                # path is forgotten from there on.
+                end = next((node for node in self._nodes.values() if not pool.is_shared(node.blocks[window])), None)
+                if end is None:
+                    return
+            self._remove_path(end)
+
+    def _remove_path(self, node: _Node) -> None:
+        if node.children:
+            for other in [other for other in self._nodes.values() if other.key[0] == node.number]:
+                self._remove_path(other)
+        self._remove(node)
 
     def clear(self) -> None:
         for node in list(self._nodes.values()):

@@ -21,6 +21,13 @@ from .tail import TailTable, Unsealed
 
 if TYPE_CHECKING:
     from .device_state import DeviceState
+    from .plan import BuiltFor
+
+
+RIGHT_PADDING = (
+    "attention_mask is padded on the right in rows {rows}: the next token would be chosen after a padding token. "
+    'Pad on the left (tokenizer.padding_side = "left").'
+)
 
 
 @dataclass
@@ -56,18 +63,24 @@ class Sequences:
         # there.
         self.prefixes = PrefixIndex(self.tables, block_size) if prefix_caching else None
         self.record_past = False
+        # A draft's cache: `generate` takes a pad token that it proposed for padding, which only costs a proposal.
+        self.is_draft = False
         self.num_layers = num_layers
+        self.built_for: BuiltFor | None = None  # the model that brings the tokens, where it is known
         self._forget()
 
     def _forget(self) -> None:
         self.batch_size: int | None = None
         self.lengths: list[int] = []  # real tokens a row, the current pass included
         self.current: ForwardPass | None = None
+        self._together: ForwardPass | None = None  # the last step of all layers at once
         self.progress = [0] * self.num_layers  # columns that each layer has stored
         self._columns = 0  # columns a row has been given, padding and the current pass included
         # The past in segments of columns: (columns, which of them are real per row, or None where all are).
         self._segments: list[tuple[int, torch.Tensor | None]] = []
         self._laggards: list[int] = []
+        # The tokens of each row as far as somebody told them: `lengths` of them where all are known.
+        self._tokens: list[list[int]] = []
         self.device_state: DeviceState | None = None  # while decode steps are captured or compiled
         self.awaited: int | None = None  # the layer whose new keys the attention function has yet to take
 
@@ -75,6 +88,11 @@ class Sequences:
     def columns(self) -> int:
         """Columns (tokens a row, padding included) that every layer holds: Transformers' sequence length."""
         return min(self.progress, default=0)
+
+    def is_empty(self) -> bool:
+        """Whether no row holds a token, once what an exception left is dropped."""
+        self._drop_unfinished()
+        return self.batch_size is None
 
     @property
     def keeps_past(self) -> bool:
@@ -109,14 +127,18 @@ class Sequences:
             return self.current
         # A layer that comes again begins a new pass, also where an exception ended the last one as it was writing.
         self._drop_unfinished()
+        self.check_batch(batch_size)
+        self._begin(batch_size, width, valid())
+        self.current.entered.add(layer)
+        return self.current
+
+    def check_batch(self, batch_size: int) -> None:
+        """`ValueError` if new tokens of so many rows cannot follow those that are held."""
         if self.batch_size is not None and batch_size != self.batch_size:
             raise ValueError(
                 f"The batch has {batch_size} rows but the cache holds {self.batch_size} sequences. Call reset() to "
                 "start over, or batch_repeat_interleave / batch_select_indices to change the rows."
             )
-        self._begin(batch_size, width, valid())
-        self.current.entered.add(layer)
-        return self.current
 
     def leave(self, layer: int) -> None:
         """`layer` has stored its tokens. After the last layer, blocks behind the windows are given back."""
@@ -157,12 +179,26 @@ class Sequences:
         else:
             self._segments.append((width, valid))
 
+    def refuse_right_padding(self, valid: torch.Tensor | None) -> None:
+        """`ValueError` where the one new token of a row follows a prompt that was padded on the right.
+
+        It was chosen by the logits of a padding token, which attention computes no output for: `generate` does so.
+        """
+        width, prompt = self._segments[-1] if self._segments else (0, None)
+        if prompt is None or width == 1 or self.is_draft:
+            return
+        bad = prompt.any(1) & ~prompt[:, -1]
+        if valid is not None:
+            bad &= valid[:, -1]
+        if bad.any():
+            raise ValueError(RIGHT_PADDING.format(rows=bad.nonzero().flatten().tolist()))
+
     def refuse_gaps(self, valid: torch.Tensor | None) -> None:
         """`ValueError` where new tokens would stand behind padding that stands behind others, and a layer has a window.
 
         A sliding window counts columns, and only real tokens are stored: padding between them would widen it.
         """
-        if not any(window is not None for window in self.tables):
+        if self.is_draft or not any(window is not None for window in self.tables):
             return
         # By row: 0 before any real token, 1 after one, 2 where padding followed it.
         last = self._segments[-1][1] if self._segments else None
@@ -217,8 +253,14 @@ class Sequences:
         if not self.keeps_past:
             self._release_behind_windows()
         self._begin(self.batch_size, 1, None)
-        self.current = None
+        self._together, self.current = self.current, None
         self.progress = [self._columns] * self.num_layers
+        self._laggards = []
+
+    def take_back_together(self) -> None:
+        """Take back what `enter_together` began: an exception ended the step, and not every layer has stored it."""
+        self._together.undo_tail()
+        self._take_back(1)
 
     @property
     def shares_next_block(self) -> bool:
@@ -264,6 +306,8 @@ class Sequences:
         for table in self._all_tables:
             table.select(indices)
         self.lengths = [self.lengths[index] for index in indices]
+        if self._tokens:
+            self._tokens = [self._tokens[index] for index in indices]
         self._segments = [(n, None if real is None else real[indices]) for n, real in self._segments]
         self.batch_size = len(indices)
         self.current = None
@@ -312,11 +356,21 @@ class Sequences:
         count = -(-length // self.block_size)
         return Beginning(blocks, self.tail.rows[row][:count], min(self.tail.sealed[row], count * self.block_size))
 
-    def remember(self, row: int, tokens: list[int]) -> None:
-        """Let later prompts find this row's full blocks by its stored `tokens`."""
-        if self.prefixes is not None:
+    def remember(self, tokens: list[list[int]]) -> None:
+        """Let later prompts find the rows' full blocks by their stored tokens, told here, one list a row."""
+        if self.prefixes is None:
+            return
+        self._tokens = [told[:length] for told, length in zip(tokens, self.lengths, strict=True)]
+        for row, told in enumerate(self._tokens):
             stored = self.lengths[row] if self.tail is None else self.tail.sealed[row]
-            self.prefixes.insert(tokens[:stored], self.row_blocks(row))
+            self.prefixes.insert(told[:stored], self.row_blocks(row))
+
+    def known_tokens(self) -> list[list[int]] | None:
+        """The stored tokens of each row; None where nobody told them."""
+        self._drop_unfinished()
+        if [len(told) for told in self._tokens] == self.lengths:
+            return [list(told) for told in self._tokens]
+        return None
 
     def reset(self, keep_prefixes: bool = False) -> None:
         self._clear_tables()
@@ -328,6 +382,7 @@ class Sequences:
 
     def _take_back(self, columns: int) -> None:
         self.lengths = self._lengths_without(columns)
+        self._tokens = [told[:length] for told, length in zip(self._tokens, self.lengths, strict=False)]
         left = columns
         while left:
             width, real = self._segments.pop()
@@ -344,7 +399,7 @@ class Sequences:
         if self._columns == 0:
             self._clear_tables()
             self.batch_size = None
-            self.lengths = []
+            self.lengths = self._tokens = []
 
     def _lengths_without(self, columns: int) -> list[int]:
         lengths, left = list(self.lengths), columns

@@ -50,9 +50,15 @@ def views(memory: Memory) -> PagedKV:
 class Storage:
     """Grows with its block pool; allocated when the first keys say their shape, dtype and device."""
 
-    def __init__(self, format: CacheFormat, block_size: int, key: torch.Tensor, value: torch.Tensor):
+    # Memory is allocated as normal tensors under torch.inference_mode() too: what that mode allocates cannot be written
+    # outside of it, and a cache outlives a call.
+    @torch.inference_mode(False)
+    def __init__(
+        self, format: CacheFormat, block_size: int, key: torch.Tensor, value: torch.Tensor, lent: Memory | None = None
+    ):
         """key `[B, Hkv, T, D]` and value `[B, Hkv, T, Dv]` give shapes, dtype and device only.
 
+        lent: the memory of a cache that is gone, to begin with where it fits; ignored where it does not.
         Raises `ValueError` for int4 and an odd head size.
         """
         self.format = format
@@ -91,9 +97,30 @@ class Storage:
         self.channel_amax: torch.Tensor | None = None
         self.turn_factor: torch.Tensor | None = None
         self.tokens_fitted = 0
+        # The factor's place in memory, which a captured step has kept: later factors are written there.
+        self._factor_memory: torch.Tensor | None = None
+        self.keeps_memory = False  # a captured step has kept the pools' addresses: do not shrink them
+        if lent is not None:
+            self._take(lent)
 
     def _new(self, dtype: torch.dtype, *page: int) -> torch.Tensor:
         return torch.empty(self.num_heads, 0, *page, dtype=dtype, device=self.device)
+
+    def _take(self, lent: Memory) -> None:
+        *pools, factor, tail_keys, tail_values = lent
+        theirs = (*pools, tail_keys, tail_values)
+        mine = (self._k, self._v, self._k_scale, self._v_scale, self._k_tail, self._v_tail)
+        for a, b in zip(mine, theirs, strict=True):
+            if (a is None) != (b is None):
+                return
+            if a is not None and (
+                a.dtype != b.dtype or a.device != b.device or a.shape[:1] + a.shape[2:] != b.shape[:1] + b.shape[2:]
+            ):
+                return
+        self._k, self._v, self._k_scale, self._v_scale, self._k_tail, self._v_tail = theirs
+        self._factor_memory = factor
+        self.num_blocks = self._k.shape[1]
+        self.keeps_memory = True
 
     @property
     def bytes(self) -> int:
@@ -115,7 +142,8 @@ class Storage:
     def kv(self) -> PagedKV:
         """The pools of the moment; the same object until one of them is replaced."""
         if self._kv is None:
-            self._kv = views(self.memory())
+            with torch.inference_mode(False):
+                self._kv = views(self.memory())
         return self._kv
 
     def memory(self) -> Memory:
@@ -125,21 +153,22 @@ class Storage:
     def ensure(self, num_blocks: int, limit: int | None) -> None:
         """Room for `num_blocks` blocks; what is stored in them stays. `limit`: blocks that will never be exceeded.
 
-        Room for more than twice as many is given back: a sliding layer holds a long prompt only until it is read.
+        Room for more than twice as many is given back, unless `keeps_memory`: a sliding layer holds a long prompt only
+        until it is read.
         """
-        if num_blocks <= self.num_blocks <= max(2 * num_blocks, FEW_BLOCKS):
+        if num_blocks <= self.num_blocks and (self.keeps_memory or self.num_blocks <= max(2 * num_blocks, FEW_BLOCKS)):
             return
         growing = num_blocks > self.num_blocks > 0
         target = max(num_blocks, int(self.num_blocks * (1 + GROWTH)) + 1) if growing else num_blocks
         if limit is not None:
             target = max(num_blocks, min(target, limit))
 
+        self._kv = None
         # One tensor at a time, so that only one is in memory twice.
         self._k = _resized(self._k, target)
         self._v = _resized(self._v, target)
         self._k_scale, self._v_scale = _resized(self._k_scale, target), _resized(self._v_scale, target)
         self.num_blocks = target
-        self._kv = None
         for memory in (self._k, self._v, self._k_scale, self._v_scale):
             if memory is not None:
                 torch._dynamo.maybe_mark_dynamic(memory, 1)  # a compiled decode step must serve pools of any size
@@ -181,6 +210,7 @@ class Storage:
     def is_fitted(self) -> bool:
         return not self.format.key.turns_keys or self.tokens_fitted >= TOKENS_TO_FIT
 
+    @torch.inference_mode(False)
     def fit(self, key: torch.Tensor) -> torch.Tensor | None:
         """Let new keys `[N, Hkv, D]` widen the factor.
 
@@ -192,11 +222,18 @@ class Storage:
         self.channel_amax = amax if self.channel_amax is None else torch.maximum(self.channel_amax, amax)
         if before.bit_length() == self.tokens_fitted.bit_length():
             return None
-        previous, self.turn_factor = self.turn_factor, turn_factor(self.channel_amax)
+        previous, factor = self.turn_factor, turn_factor(self.channel_amax)
+        if self._factor_memory is None:
+            self._factor_memory = factor
+        else:
+            previous = None if previous is None else previous.clone()
+            self._factor_memory.copy_(factor)
+        self.turn_factor = self._factor_memory
         self._kv = None
         return previous
 
 
+@torch.inference_mode(False)
 def _resized(memory: torch.Tensor | None, num_blocks: int) -> torch.Tensor | None:
     if memory is None:
         return None

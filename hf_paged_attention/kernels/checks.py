@@ -45,6 +45,11 @@ class AttentionShape:
         return PACKED_DTYPE in (self.pool_dtype, self.value_pool_dtype)
 
     @property
+    def mixed(self) -> bool:
+        """Whether no operand's bytes can be used as they are stored: int4, or keys and values in two formats."""
+        return self.packed or self.pool_dtype != self.value_pool_dtype
+
+    @property
     def fewest_keys(self) -> int:
         """Keys of the smallest tile: int4 keys come in groups of tokens."""
         return GROUP if self.pool_dtype == PACKED_DTYPE else 16

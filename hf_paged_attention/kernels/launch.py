@@ -121,7 +121,7 @@ class DecodePlan:
         large = min(shape.head_dim, shape.value_dim) >= 32 and self.block_n >= 32
         if products == "bytes" and not (shape.quantized and eight_bit and values_by_slot and large):
             products = "rows"
-        if shape.pool_dtype != shape.value_pool_dtype or shape.packed:
+        if shape.mixed:
             products = "rows"
         if products == "bytes" and self.block_n < FEWEST_BYTES:
             products = "rows"
@@ -250,6 +250,14 @@ UNIFIED: dict[str, dict[tuple, UnifiedPlan]] = {
     },
 }
 # end table
+# For int4, and for keys and values in two formats, whose tiles are decoded in registers: warps and stages with which
+# ptxas spills nothing for Hopper, or least (heads over 128). Not measured.
+MIXED_DECODE = {
+    128: DecodeChoice(64, 4, 2, 3, 2, "rows", 2, False),
+    512: DecodeChoice(32, 4, 2, 2, 4, "rows", 2, False),
+}
+MIXED_UNIFIED = {128: UnifiedPlan(128, 64, 8, 2), 512: UnifiedPlan(128, 32, 8, 2)}
+
 # Hopper's own kernel, by head size: as many stages as shared memory holds beside the query.
 SPECIALISED: dict[int, SpecialisedPlan] = {
     64: SpecialisedPlan(128, 4, 4, True),
@@ -298,9 +306,9 @@ def plan_specialised(shape: AttentionShape, max_query_len: int, gpu: Gpu) -> Spe
 
 
 def storage_of(shape: AttentionShape) -> str:
-    """How keys are stored, as the table says it; "int4" where values alone are."""
-    if shape.packed:
-        return "int4"
+    """How keys are stored, as the table says it; "mixed" has no row in it."""
+    if shape.mixed:
+        return "mixed"
     return {torch.int8: "int8", torch.float8_e4m3fn: "fp8"}.get(shape.pool_dtype, "16-bit")
 
 
@@ -325,9 +333,12 @@ def prefill_regime(shape: AttentionShape, gpu: Gpu) -> str:
 
 def _row(table: dict, gpu: Gpu, shape: AttentionShape, *regimes: str):
     """The table's row for a shape, None where it has none: another GPU, float32, a larger head."""
+    dim = max(shape.head_dim, shape.value_dim)
+    if shape.mixed:
+        mixed = MIXED_DECODE if table is DECODE else MIXED_UNIFIED
+        return mixed[min(limit for limit in mixed if limit >= dim)]
     if shape.query_dtype.itemsize != 2 or shape.pool_dtype.itemsize > 2:
         return None
-    dim = max(shape.head_dim, shape.value_dim)
     rows = table.get(gpu.kind, {})
     storage = storage_of(shape)
     for name in regimes:
@@ -338,12 +349,17 @@ def _row(table: dict, gpu: Gpu, shape: AttentionShape, *regimes: str):
 
 
 def tile_bytes(block_m: int, block_n: int, stages: int, shape: AttentionShape, *, converted: bool = True) -> int:
-    """Shared memory of a tile: the query, and K and V for each stage; 8-bit tiles are converted to the query's type."""
+    """Shared memory of a tile: the query, and K and V for each stage; 8-bit tiles are converted to the query's type.
+
+    float32 operands lie there twice more, as the two 11-bit floats that the tensor cores take them for.
+    """
     d = triton.next_power_of_2(shape.head_dim)
     dv = triton.next_power_of_2(shape.value_dim)
-    size = block_m * d * shape.query_dtype.itemsize
+    halves = 8 if shape.query_dtype.itemsize == 4 else 0
+    size = block_m * d * (halves or shape.query_dtype.itemsize)
     for channels, dtype in ((d, shape.pool_dtype), (dv, shape.value_pool_dtype)):
         copies = shape.query_dtype.itemsize if converted and dtype.itemsize != shape.query_dtype.itemsize else 0
+        copies = halves or copies
         size += block_n * channels * (stages * dtype.itemsize + copies)
     return size
 
@@ -354,7 +370,11 @@ def plan_unified(
     """The tile of `unified_attention`: as many rows as the batch fills, as many keys as shared memory holds."""
     gpu = gpu or gpu_of(shape.device)
     wide = max(shape.head_dim, shape.value_dim) > 128
-    plan = _row(UNIFIED, gpu, shape, prefill_regime(shape, gpu), "long") or UnifiedPlan(128, 64, 8 if wide else 4, 2)
+    plan = _row(UNIFIED, gpu, shape, prefill_regime(shape, gpu), "long")
+    if plan is None and shape.query_dtype.itemsize == 4:
+        # Three products of 11-bit floats, whose operands lie in shared memory twice.
+        plan = UnifiedPlan(64, 32, 4, 2)
+    plan = plan or UnifiedPlan(128, 64, 8 if wide else 4, 2)
     plan = replace(plan, specialised=plan_specialised(shape, max_query_len, gpu))
     group_rows = triton.next_power_of_2(shape.group)
     rows = max(16, group_rows, min(plan.block_m, triton.next_power_of_2(max_query_len * shape.group)))
@@ -407,13 +427,15 @@ def plan_write(
 ) -> WritePlan:
     """Rows a program of `write_kv`: few when rows are few, so that they spread over the SMs.
 
-    turned: keys pass through a matrix product, which takes 16 rows at least.
+    turned: keys pass through a matrix product, which few rows do not fill.
     """
     gpu = gpu or gpu_of(device)
     if gpu.kind == "cpu":
         return WritePlan(64, 4)
+    if turned and rows <= 16 * gpu.sms:
+        return WritePlan(1 if rows <= gpu.sms else 4, 4)
     if turned:
-        return WritePlan(16, 4) if rows <= 16 * gpu.sms or head_dim > 128 else WritePlan(32, 8)
+        return WritePlan(32, 8) if head_dim <= 128 else WritePlan(16, 4)
     if rows <= 16 * gpu.sms:
         return WritePlan(1 if values_by_slot else 4, 1)
     # 32 tokens of a head are a sector of each channel of a transposed page.

@@ -14,17 +14,18 @@ def tile_pages(
 ):
     """Block ids of a tile: a scalar where a page holds a whole tile, else one a key. 0 for tiles from last_tile on.
 
-    Loops look them up a tile ahead: else every load of keys would wait for the table. MASKED tiles look up only keys in
-    [first_held, end): entries outside may name blocks that were given back.
+    Loops look them up a tile ahead: else every load of keys would wait for the table. MASKED tiles look up only pages
+    with keys in [first_held, end): entries of others may name blocks that were given back.
     """
     if PAGE >= BLOCK_N:
         pages = tl.load(table_ptr + tile * BLOCK_N // PAGE, mask=tile < last_tile, other=0)
     else:
-        keys = tile * BLOCK_N + tl.arange(0, BLOCK_N)
-        wanted = (
-            (keys < last_tile * BLOCK_N) & (keys >= first_held) & (keys < end) if MASKED else keys < last_tile * BLOCK_N
-        )
-        pages = tl.load(table_ptr + keys // PAGE, mask=wanted, other=0)
+        page = (tile * BLOCK_N + tl.arange(0, BLOCK_N)) // PAGE
+        wanted = page < last_tile * (BLOCK_N // PAGE)
+        if MASKED:
+            # Whole pages: loads are told that the slots of one follow one another.
+            wanted &= (page >= first_held // PAGE) & (page * PAGE < end)
+        pages = tl.load(table_ptr + page, mask=wanted, other=0)
     return pages
 
 

@@ -125,7 +125,9 @@ def quantize(x: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.T
     """Symmetric codes and scales, one scale a row of the last dimension."""
     largest = 127.0 if dtype == torch.int8 else 448.0
     # The floor keeps a token of zeros, or of denormals, from dividing by zero.
-    scales = (x.abs().amax(-1) / largest).clamp_min(1e-30)
+    amax = x.abs().amax(-1)
+    # By a tensor: CUDA divides by a number by multiplying with its reciprocal, which may round otherwise.
+    scales = (amax / amax.new_full((), largest)).clamp_min(1e-30)
     codes = (x / scales[..., None]).clamp(-largest, largest)
     return (codes.round() if dtype == torch.int8 else codes).to(dtype), scales
 

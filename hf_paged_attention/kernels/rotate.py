@@ -2,9 +2,9 @@
 
     q' = (q · f) H,   k' = (k / f) H,   q'·k' = q·k     since H is orthonormal: H Hᵀ = 1
 
-states [N, H, D], factor f [Hkv, D] with one row a KV head, H [D, D] a Hadamard matrix on blocks of the largest power
-of two that divides D. Grid: tiles of BLOCK_ROWS (token, head) rows. `turned_rows` also serves the kernels that write
-keys and that attend with one query, which turn on the way.
+states [N, H, D], factor f [Hkv, D] of powers of two with one row a KV head, H [D, D] a Hadamard matrix on blocks of
+the largest power of two that divides D. Grid: tiles of BLOCK_ROWS (token, head) rows. `turned_rows` also serves the
+kernels that write keys and that attend with one query, which turn on the way.
 
 H spreads an outlier channel over its block, as QuaRot does (arXiv:2404.00456, section 4); f makes channels alike
 before. With factors that are powers of two and a matrix of ±1 the products are exact in bf16, so turning keys adds no
@@ -68,18 +68,30 @@ def turned_rows(
     """float32 [rows, BLOCK_D]: the rows at states_at [rows], turned by those at factor_at [rows]; 0 past D.
 
     BLOCK_C channels of the states at a time, so that the matrix of a large head passes through shared memory in parts.
+    Fewer rows than the 16 of a tensor core's tile are filled up with zeros, which are summed away again.
     """
+    ROWS: tl.constexpr = row_held.shape[0]
+    FILLED: tl.constexpr = 16 // ROWS if ROWS < 16 else 1
     columns = tl.arange(0, BLOCK_D)
-    out = tl.zeros([row_held.shape[0], BLOCK_D], tl.float32)
+    out = tl.zeros([ROWS * FILLED, BLOCK_D], tl.float32)
     for start in tl.static_range(0, BLOCK_D, BLOCK_C):
         d = start + tl.arange(0, BLOCK_C)
         held = row_held[:, None] & (d < D)[None, :]
         x = tl.load(states_at[:, None] + d[None, :], mask=held, other=0.0).to(tl.float32)
         f = tl.load(factor_at[:, None] + d[None, :], mask=held, other=1.0)
-        x = (x / f if DIVIDE else x * f).to(DOT_DTYPE)
+        if DIVIDE:
+            # The reciprocal of a power of two, exactly: its exponent the other way round.
+            f = (0x7F000000 - f.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+        x *= f
+        if FILLED > 1:
+            first = tl.arange(0, FILLED)[:, None, None] == 0
+            x = tl.reshape(tl.where(first, x[None, :, :], 0.0), [ROWS * FILLED, BLOCK_C])
+        x = x.to(DOT_DTYPE)
         signs_held = (d < D)[:, None] & (columns < D)[None, :]
         signs = tl.load(signs_ptr + d[:, None] * D + columns[None, :], mask=signs_held, other=0.0).to(DOT_DTYPE)
         out = tl.dot(x, signs, out, input_precision="tf32x3")
+    if FILLED > 1:
+        out = tl.sum(tl.reshape(out, [FILLED, ROWS, BLOCK_D]), 0)
     return out * norm
 
 

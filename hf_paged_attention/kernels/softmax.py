@@ -121,7 +121,7 @@ def attend_tiles(
                 k = tl.load(k_at, mask=d[:, None] < D, other=0)
             else:
                 k = tl.load(k_at)
-        s = tl.dot(q, decode_tile(k, KEY_FORMAT, q.dtype), input_precision="ieee")
+        s = tl.dot(q, decode_tile(k, KEY_FORMAT, q.dtype), input_precision="tf32x3")
         if KEY_SCALED:
             ks_at = k_scale_ptr + tile_offsets(pages, first_key, stride_ks_block, stride_ks_slot, PAGE, BLOCK_N)
             if MASKED:
@@ -196,6 +196,6 @@ def attend_tiles(
             else:
                 p *= tl.load(vs_at)[None, :]
         acc = acc * alpha[:, None]
-        acc = tl.dot(p.to(VALUE_DTYPE), decode_tile(v, VALUE_FORMAT, VALUE_DTYPE), acc, input_precision="ieee")
+        acc = tl.dot(p.to(VALUE_DTYPE), decode_tile(v, VALUE_FORMAT, VALUE_DTYPE), acc, input_precision="tf32x3")
         row_max = new_max
     return acc, row_max, row_sum

@@ -152,7 +152,7 @@ def attend_tiles_transposed(
             s = tl.dot(k, q, out_dtype=tl.float32 if FORMAT == E4M3 else tl.int32)
             s = gather_pieces(s, FORMAT, PIECES, SLOTS, G, BLOCK_N) * (q_factor * scale)[None, :]
         else:
-            s = tl.dot(decode_tile(k, FORMAT, q.dtype), q, input_precision="ieee") * scale
+            s = tl.dot(decode_tile(k, FORMAT, q.dtype), q, input_precision="tf32x3") * scale
         if FORMAT != FLOAT:
             s *= tl.load(k_scale_ptr + tile_offsets(pages, first_key, stride_ks_block, stride_ks_slot, PAGE, BLOCK_N))[
                 :, None
@@ -218,6 +218,6 @@ def attend_tiles_transposed(
                 p *= value_scale[:, None]
             if FORMAT == E4M3:
                 v = v.to(tl.uint8, bitcast=True)
-            acc = tl.dot(decode_tile(v, FORMAT, VALUE_DTYPE), p.to(VALUE_DTYPE), acc, input_precision="ieee")
+            acc = tl.dot(decode_tile(v, FORMAT, VALUE_DTYPE), p.to(VALUE_DTYPE), acc, input_precision="tf32x3")
         row_max = new_max
     return acc, row_max, row_sum

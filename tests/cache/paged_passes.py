@@ -6,6 +6,7 @@ back can be compared with what was written.
 
 from __future__ import annotations
 
+import contextlib
 import functools
 from collections import Counter
 
@@ -14,6 +15,7 @@ from transformers import AutoConfig
 
 from hf_paged_attention import PagedCache
 from hf_paged_attention.attention import paged_attention
+from hf_paged_attention.cache.device_state import DeviceState
 from hf_paged_attention.cache.table import FREED
 from hf_paged_attention.kernels import decode_keys, decode_values, unrotate_heads
 from hf_paged_attention.types import PagedKV
@@ -82,6 +84,26 @@ def run_pass(cache: PagedCache, tokens: list[list[int | None]], stop_at: tuple[i
     return outputs
 
 
+@contextlib.contextmanager
+def device_steps(cache: PagedCache, count: int):
+    """As captured decode steps are run: yields a function that does one of `count` of them with a token a row."""
+    sequences = cache.sequences
+    cache.reserve(count)
+    state = DeviceState(sequences, max(sequences.lengths) + count, torch.device("cpu"))
+
+    def step(tokens: list[int]) -> list[torch.Tensor]:
+        sequences.enter_together()
+        state.follow(sequences)
+        state.advance()
+        return run_pass(cache, [[token] for token in tokens])
+
+    sequences.device_state = state
+    try:
+        yield step
+    finally:
+        sequences.device_state = None
+
+
 class _no_memory:
     """The layer's pool cannot grow: what running out of memory does."""
 
@@ -120,12 +142,20 @@ def expected_outputs(past: list[list[int]], tokens: list[list[int | None]]) -> l
     return outputs
 
 
+def remembered_blocks(cache: PagedCache, window: int | None) -> list[int]:
+    """The blocks of one table that the cache's prefix index holds."""
+    index = cache.sequences.prefixes
+    return [] if index is None else [node.blocks[window] for node in index._nodes.values()]
+
+
 def check_counts(cache: PagedCache) -> None:
     """Every block is free or held, and held exactly as often as the tables' entries say."""
     tail = cache.sequences.tail
     for table in [*cache.sequences.tables.values(), *([] if tail is None else [tail])]:
         pool = table.pool
         entries = Counter(block for row in table.rows for block in row if block != FREED)
+        if table is not tail:
+            entries.update(remembered_blocks(cache, table.window))
         assert {b: n for b, n in enumerate(pool.reference_counts) if n} == dict(entries)
         assert sorted(pool._free) == [b for b, n in enumerate(pool.reference_counts) if n == 0]
         assert pool.num_used + pool.num_free == pool.capacity
@@ -197,6 +227,8 @@ def poison(cache: PagedCache) -> None:
         for kv, stored in stored_slots(cache, layer):
             free = torch.ones(kv.k_pool.shape[0] * size, dtype=torch.bool)
             free[list(stored.values())] = False
+            if kv is layer.kv():
+                free.view(-1, size)[remembered_blocks(cache, layer.window)] = False
             blocks, offsets = free.nonzero().squeeze(1) // size, free.nonzero().squeeze(1) % size
             for memory in (kv.k_pool, kv.v_pool, kv.k_scale, kv.v_scale):
                 if memory is None or memory.dtype in (torch.int8, torch.uint8):

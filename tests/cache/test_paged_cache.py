@@ -24,6 +24,7 @@ from tests.cache.paged_passes import (
     small_cache,
     small_config,
 )
+from tests.families.models import build, prompts
 
 
 def tokens(*lengths, start=0):
@@ -363,11 +364,20 @@ def test_bad_arguments_are_named_with_their_value_and_the_way_out(arguments, sai
         assert word in str(info.value)
 
 
-def test_an_unknown_backend_is_named_before_anything_is_stored():
-    cache = small_cache(backend="cuda")
+def test_an_unknown_backend_is_named_before_a_cache_is_built():
     with pytest.raises(ValueError, match=r"backend='cuda'.*'reference'"):
-        run_pass(cache, tokens(5))
-    assert cache.get_seq_length() == 0
+        small_cache(backend="cuda")
+
+
+@pytest.mark.parametrize("family", ["Llama", "Gemma 4", "Falcon-H1"])
+def test_bytes_a_token_are_known_before_the_first_pass(family):
+    """Also where layers have heads of different sizes (Gemma 4)."""
+    model = build(family)
+    model.set_attn_implementation("paged_triton")
+    cache = PagedCache(model.config, kv_dtype="int8", block_size=16)
+    before = cache.bytes_per_token
+    model.generate(**prompts(5), past_key_values=cache, max_new_tokens=2)
+    assert cache.bytes_per_token == before > 0
 
 
 def test_an_encoder_decoder_config_is_refused():
@@ -408,3 +418,43 @@ def test_the_config_of_a_vision_language_model_gives_its_text_part():
     text = small_config()
     config = AutoConfig.for_model("gemma3", text_config=text.to_dict())
     assert len(PagedCache(config).layers) == LAYERS
+
+
+@pytest.mark.parametrize("kv_dtype", ["auto", "int8", "fp8"])
+def test_a_cache_outlives_the_inference_mode_that_filled_it(kv_dtype):
+    """What torch.inference_mode() allocates could not be written outside of it."""
+    cache = small_cache(kv_dtype=kv_dtype)
+    with torch.inference_mode():
+        run_pass(cache, tokens(20))
+        run_pass(cache, [[100]])
+    run_pass(cache, [[200]])
+    cache.reset()
+    run_pass(cache, tokens(20))
+    with torch.inference_mode():
+        run_pass(cache, [[100]])
+    run_pass(cache, [[200]])
+    assert cache.get_seq_length() == 22
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        ({"config": None}, r"config is a NoneType.*model\.config"),
+        ({"config": torch.nn.Linear(1, 1)}, r"config is a Linear.*model\.config"),
+        ({"dtype": "bfloat16"}, r"dtype='bfloat16' is a str.*torch\.dtype"),
+    ],
+)
+def test_arguments_of_a_wrong_type(arguments, message):
+    with pytest.raises(TypeError, match=message):
+        PagedCache(**{"config": small_config(), **arguments})
+
+
+@pytest.mark.parametrize("family", ["Llama", "Falcon-H1", "Qwen3-Next", "LFM2"])
+def test_another_batch_size_is_refused_by_name(family):
+    """Also where a state of Transformers' own would meet it first."""
+    model = build(family)
+    model.set_attn_implementation("paged_triton")
+    cache = PagedCache(model.config, block_size=16)
+    model.generate(**prompts(5, 17), past_key_values=cache, max_new_tokens=3)
+    with pytest.raises(ValueError, match=r"batch has 3 rows but the cache holds 2 sequences.*reset\(\)"):
+        model.generate(**prompts(30, 31, 32), past_key_values=cache, max_new_tokens=3)

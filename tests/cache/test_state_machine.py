@@ -24,8 +24,10 @@ from tests.cache.paged_passes import (
     Interrupted,
     check_contents,
     check_counts,
+    device_steps,
     expected_outputs,
     poison,
+    remembered_blocks,
     run_pass,
     small_cache,
 )
@@ -59,11 +61,20 @@ def fresh_memory_is_poisoned():
 
 
 class PagedCacheMachine(RuleBasedStateMachine):
-    kv_dtype, tolerance, block_size = "auto", 0.0, BLOCK
+    kv_dtype, tolerance, block_size, prefixes = "auto", 0.0, BLOCK, False
+    bounds = (None, None, 14)
 
-    @initialize(max_blocks=st.sampled_from([None, None, 14]), record=st.booleans())
-    def start(self, max_blocks, record):
-        self.cache = small_cache(kv_dtype=self.kv_dtype, block_size=self.block_size, max_blocks=max_blocks)
+    @initialize(bound=st.integers(0, 2), record=st.booleans())
+    def start(self, bound, record):
+        max_blocks = self.bounds[bound]
+        self.cache = small_cache(
+            kv_dtype=self.kv_dtype,
+            block_size=self.block_size,
+            max_blocks=max_blocks,
+            prefix_caching=self.prefixes,
+        )
+        self.next_token = 0
+        self.told: list[list[int]] = []  # texts whose full blocks the prefix index may hold
         self.record = record
         if record:
             self.cache.activate_past_recording()
@@ -72,7 +83,6 @@ class PagedCacheMachine(RuleBasedStateMachine):
     def forget(self):
         self.columns: list[list[int | None]] = []  # every column ever given, a row of the batch each
         self.recorded = 0  # the newest columns that a crop may still take back for certain
-        self.next_token = 0
         self.broken = False  # an exception ended the latest pass
         self.may_break = True  # two broken passes in a row are an error
 
@@ -102,20 +112,62 @@ class PagedCacheMachine(RuleBasedStateMachine):
 
     @rule(data=st.data())
     def append(self, data):
-        tokens = self.draw_tokens(data)
+        self.run(self.draw_tokens(data))
+
+    def run(self, tokens):
         past = self.rows or [[] for _ in tokens]
         try:
             got = run_pass(self.cache, tokens)
         except CacheFullError:
             self.broken = False
+            self.check_that_it_is_full()
             return
-        for layer, want in enumerate(expected_outputs(past, tokens)):
-            close = {"atol": 1e-5 + 4 * self.tolerance, "rtol": 1e-5}
-            torch.testing.assert_close(got[layer], want, **close)
+        self.check_outputs(got, past, tokens)
         before = self.columns or [[] for _ in tokens]
         self.columns = [old + new for old, new in zip(before, tokens, strict=True)]
         self.recorded = self.recorded + len(tokens[0]) if self.record else 0
         self.broken, self.may_break = False, True
+
+    def check_outputs(self, got, past, tokens):
+        for layer, want in enumerate(expected_outputs(past, tokens)):
+            torch.testing.assert_close(got[layer], want, atol=1e-5 + 4 * self.tolerance, rtol=1e-5)
+
+    def check_that_it_is_full(self):
+        pass
+
+    @property
+    def can_be_captured(self) -> bool:
+        """What `decode="graph"` asks of a cache before it captures a step."""
+        layers = self.cache.layers
+        ready = all(layer.call is not None and layer.storage.is_fitted for layer in layers)
+        return ready and not self.broken and not self.cache.sequences.shares_next_block
+
+    @precondition(lambda self: self.columns and self.can_be_captured)
+    @rule(count=st.integers(1, 20), abandoned=st.booleans())
+    def steps_on_the_device(self, count, abandoned):
+        """Captured decode steps; the last may be taken back, as after an exception."""
+        with device_steps(self.cache, count + abandoned) as step:
+            for _ in range(count):
+                tokens = list(range(self.next_token, self.next_token + len(self.columns)))
+                past = self.rows
+                try:
+                    got = step(tokens)
+                except CacheFullError:
+                    self.check_that_it_is_full()
+                    break
+                self.next_token += len(tokens)
+                self.check_outputs(got, past, [[token] for token in tokens])
+                self.columns = [[*row, token] for row, token in zip(self.columns, tokens, strict=True)]
+                self.recorded = self.recorded + 1 if self.record else 0
+            if abandoned:
+                try:
+                    self.cache.sequences.enter_together()
+                except CacheFullError:
+                    self.check_that_it_is_full()
+                else:
+                    self.cache.crop(-1)
+                    self.recorded = 0
+        self.may_break = True
 
     @precondition(lambda self: self.may_break)
     @rule(data=st.data(), layer=st.integers(0, LAYERS - 1), moment=st.sampled_from(["before", "after", "writing"]))
@@ -169,6 +221,7 @@ class PagedCacheMachine(RuleBasedStateMachine):
     @rule()
     def reset(self):
         self.cache.reset()
+        self.told = []
         assert all(table.pool.num_used == 0 for table in self.cache.sequences.tables.values())
         if not self.cache.sequences.record_past and self.record:
             self.cache.activate_past_recording()
@@ -184,10 +237,102 @@ class PagedCacheMachine(RuleBasedStateMachine):
             return
         check_contents(self.cache, self.rows, self.tolerance)
         sliding = self.cache.sequences.tables[WINDOW]
-        if not self.record:
+        if not self.cache.sequences.keeps_past:
             bound = math.ceil(WINDOW / self.block_size) + 1
             assert all(sum(block >= 0 for block in row) <= bound for row in sliding.rows)
         poison(self.cache)
+
+
+class PrefixMachine(PagedCacheMachine):
+    """The same with an index of prefixes, which texts are told to and found in again."""
+
+    prefixes, bounds = True, (None, 7, 14)
+
+    def check_that_it_is_full(self):
+        """What only the index held was given up first, in the table that is full."""
+        for table in self.cache.sequences.tables.values():
+            rows = {block for row in table.rows for block in row}
+            if rows.issuperset(remembered_blocks(self.cache, table.window)):
+                return
+        raise AssertionError("the index still holds blocks that no row needs")
+
+    @precondition(lambda self: self.columns and not self.broken)
+    @rule()
+    def remember(self):
+        """As at the end of generate."""
+        self.cache.sequences.remember(self.rows)
+        size, tail = self.block_size, self.cache.sequences.tail
+        stored = [len(row) for row in self.rows] if tail is None else tail.sealed
+        self.told += [row[: length // size * size] for row, length in zip(self.rows, stored, strict=True)]
+
+    @rule(data=st.data(), told=st.booleans())
+    def begin_again(self, data, told):
+        """All rows forgotten but for what was told; other prompts come."""
+        if told and self.columns and not self.broken:
+            self.remember()
+        self.cache.reset(keep_prefixes=True)
+        for table in self.cache.sequences.tables.values():
+            assert table.pool.num_used == len(self.cache.sequences.prefixes)
+        if not self.cache.sequences.record_past and self.record:
+            self.cache.activate_past_recording()
+        self.forget()
+        self.match(data)
+
+    @precondition(lambda self: not self.columns)
+    @rule(data=st.data())
+    def match(self, data):
+        """Prompts that begin like what was told, or like nothing."""
+        prompts = []
+        for _ in range(data.draw(st.integers(1, 3), label="batch")):
+            text = data.draw(st.sampled_from([*self.told, []]), label="text")
+            text = text[: data.draw(st.one_of(st.just(len(text)), st.integers(0, len(text))), label="kept")]
+            more = data.draw(st.one_of(st.integers(1, 8), st.integers(9, 50)), label="more")
+            prompts.append(text + list(range(self.next_token, self.next_token + more)))
+            self.next_token += more
+        width = max(map(len, prompts))
+        columns = [[None] * (width - len(prompt)) + prompt for prompt in prompts]
+        ids = torch.tensor([[token or 0 for token in row] for row in columns])
+        mask = torch.tensor([[token is not None for token in row] for row in columns]).long()
+        found = self.cache.match_prefix(ids, mask)
+        assert 0 <= found < width
+        if self.cache.sequences.tables[None].pool.max_blocks is None:  # nothing was given up
+            known = [max(self.common_blocks(prompt, text) for text in [*self.told, []]) for prompt in prompts]
+            known = min(width - len(prompt) + blocks for prompt, blocks in zip(prompts, known, strict=True))
+            lengths = [max(0, min(known, width - 1) - (width - len(prompt))) for prompt in prompts]
+            assert found == (min(known, width - 1) if any(lengths) else 0)
+        self.columns = [row[:found] for row in columns] if found else []
+        self.recorded, self.broken, self.may_break = 0, False, True
+        self.holds_what_it_was_given()
+        self.run([row[found:] for row in columns])
+
+    def common_blocks(self, prompt, text) -> int:
+        """Tokens in the full blocks that two texts begin alike with."""
+        size, alike = self.block_size, 0
+        while alike + size <= min(len(prompt), len(text)) and prompt[: alike + size] == text[: alike + size]:
+            alike += size
+        return alike
+
+    @precondition(lambda self: len(self.columns) == 1 and not self.broken and None not in self.columns[0])
+    @rule(data=st.data())
+    def share_the_beginning(self, data):
+        """As a prefill does whose prompts begin alike: other rows start with this row's blocks."""
+        held, sequences = len(self.columns[0]), self.cache.sequences
+        columns = data.draw(st.integers(1, held), label="columns")
+        padding = data.draw(st.lists(st.integers(0, columns - 1), min_size=1, max_size=3), label="padding")
+        lengths = [columns - pad for pad in padding]
+        valid = torch.arange(columns) >= torch.tensor(padding).unsqueeze(1)
+        self.cache.adopt([sequences.beginning(0, length) for length in lengths], lengths, valid)
+        text = self.columns[0]
+        self.columns = [[None] * pad + text[: columns - pad] for pad in padding]
+        self.recorded = 0
+
+
+class Int8PrefixMachine(PrefixMachine):
+    kv_dtype, tolerance = "int8", 0.06
+
+
+class Int4PrefixMachine(PrefixMachine):
+    kv_dtype, tolerance, block_size = "int4", 0.7, 32
 
 
 class Int8CacheMachine(PagedCacheMachine):
@@ -227,7 +372,18 @@ TestInt4Cache = Int4CacheMachine.TestCase
 TestInt4Cache.settings = settings(SETTINGS, max_examples=30)
 TestMixedCache = MixedCacheMachine.TestCase
 TestMixedCache.settings = settings(SETTINGS, max_examples=10)
+
+
+TestPrefixes = PrefixMachine.TestCase
+TestPrefixes.settings = settings(SETTINGS, max_examples=200)
+TestInt8Prefixes = Int8PrefixMachine.TestCase
+TestInt8Prefixes.settings = settings(SETTINGS, max_examples=15)
+TestInt4Prefixes = Int4PrefixMachine.TestCase
+TestInt4Prefixes.settings = settings(SETTINGS, max_examples=30)
+
+
 MACHINES = [PagedCacheMachine, Int8CacheMachine, Fp8CacheMachine, Int4CacheMachine, MixedCacheMachine]
+MACHINES += [PrefixMachine, Int8PrefixMachine, Int4PrefixMachine]
 
 
 @pytest.mark.slow

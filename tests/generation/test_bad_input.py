@@ -2,14 +2,16 @@
 
 from __future__ import annotations
 
+import copy
+
 import pytest
 import torch
 from transformers import AutoConfig, AutoModel, AutoModelForSeq2SeqLM
 
 import hf_paged_attention
-from hf_paged_attention import CacheFullError, PagedCache
+from hf_paged_attention import CacheFullError, PagedCache, enable
 from hf_paged_attention.attention import NAME
-from tests.families.models import COMMON, build, prompts
+from tests.families.models import COMMON, FAMILIES, build, prompts
 
 
 @pytest.fixture
@@ -132,34 +134,87 @@ def test_a_model_that_runs_another_attention(model):
         model.generate(**prompts(5), past_key_values=PagedCache(model.config), max_new_tokens=3)
 
 
+@pytest.mark.parametrize("family", ["Llama", "Mistral", "Gemma 3", "Gemma 4", "Falcon-H1", "Qwen3-Next"])
 @pytest.mark.parametrize(
-    ("other", "message"),
+    ("other", "named"),
     [
-        ({"num_key_value_heads": 4}, "another model"),
-        ({"head_dim": 16}, "another model"),
-        ({"num_hidden_layers": 5}, "another model"),
+        ({"num_key_value_heads": 4}, "KV heads = {}"),
+        ({"head_dim": 16}, "head_dim = {}"),
+        ({"num_hidden_layers": 5}, "layers = {}"),
+        ({"num_hidden_layers": 2}, "layers = {}"),
+        ({"sliding_window": 24}, "'sliding_attention', {}"),
     ],
+    ids=lambda value: "-".join(f"{k}={v}" for k, v in value.items()) if isinstance(value, dict) else "",
 )
-def test_the_cache_of_another_model(model, other, message):
+def test_the_cache_of_another_model(family, other, named):
+    """Refused at the first pass, both named, with nothing stored; the cache then serves its own model."""
+    name, value = next(iter(other.items()))
+    kinds = FAMILIES[family][1].get("layer_types")
+    if name == "num_hidden_layers" and kinds:
+        other = {**other, "layer_types": (kinds * 2)[:value]}
+    if family == "Gemma 4" and name == "num_hidden_layers":
+        other["num_kv_shared_layers"] = 0
+    second = build(family, **other)
+    mine = build(family)
+    if name == "sliding_window" and getattr(mine.config, name, None) is None:
+        pytest.skip("the family has no windows")
+    for model in (mine, second):
+        model.set_attn_implementation(NAME)
+    cache = PagedCache(mine.config, block_size=16)
+    with pytest.raises(ValueError, match=r"another model. Build a PagedCache") as error:
+        second.generate(**prompts(5, 9), past_key_values=cache, max_new_tokens=3)
+    if family == "Gemma 4" and name == "head_dim":  # one a layer
+        named = "head_dim = ({0}, {0}, 64, "
+    was = {"num_hidden_layers": 6 if family == "Gemma 4" else 3, "sliding_window": 16, "head_dim": 32}.get(name, 2)
+    assert f"{named.format(was)}" in str(error.value)
+    assert f"{named.format(value)}" in str(error.value)
+    assert (cache.get_seq_length(), cache.stats()["blocks_used"]) == (0, 0)
+    cache.reset()
+    want = mine.generate(**prompts(5, 9), max_new_tokens=3, do_sample=False)
+    assert torch.equal(mine.generate(**prompts(5, 9), past_key_values=cache, max_new_tokens=3, do_sample=False), want)
+
+
+def test_the_cache_of_an_equal_model(model):
+    """A fine-tuned copy, and a config that was loaded anew, are the same to a cache."""
+    cache = PagedCache(copy.deepcopy(model.config), block_size=16)
+    other = build("Llama", seed=3, vocab_size=250, rms_norm_eps=1e-5)
+    other.set_attn_implementation(NAME)
+    for each in (model, other):
+        cache.reset()
+        want = each.generate(**prompts(9), max_new_tokens=4, do_sample=False)
+        assert torch.equal(
+            each.generate(**prompts(9), past_key_values=cache, max_new_tokens=4, do_sample=False),
+            want,
+        )
+
+
+def test_a_refused_call_leaves_a_cache_of_one_layer_usable():
+    model = build("Llama", num_hidden_layers=1)
+    model.set_attn_implementation(NAME)
     cache = PagedCache(model.config)
-    with torch.no_grad():
-        model(**prompts(5), past_key_values=cache)
-    second = build("Llama", **other)
-    second.set_attn_implementation(NAME)
-    with pytest.raises(ValueError, match=message), torch.no_grad():
-        second(prompts(3)["input_ids"], past_key_values=cache)
+    with pytest.raises(ValueError, match="output_attentions"):
+        model.generate(**prompts(9), past_key_values=cache, max_new_tokens=3, output_attentions=True)
+    model.generate(**prompts(9), past_key_values=cache, max_new_tokens=3)
 
 
-def test_the_cache_of_a_model_with_more_layers(model):
-    """It never sees its last layers: the third pass says so at the latest."""
-    deeper = AutoConfig.for_model("llama", **{**COMMON, "num_hidden_layers": 5})
-    with pytest.raises(RuntimeError, match=r"layers \[3, 4\].*fewer attention layers than its config"):
-        model.generate(**prompts(5), past_key_values=PagedCache(deeper), max_new_tokens=4)
+@pytest.mark.parametrize("way", ["PagedCache", "enable"])
+def test_a_backend_that_is_not_registered(model, way, monkeypatch):
+    build_with = {"PagedCache": lambda **a: PagedCache(model.config, **a), "enable": lambda **a: enable(model, **a)}[
+        way
+    ]
+    with pytest.raises(ValueError, match=r"backend='tritn'.*'auto' or one of 'triton', 'reference'"):
+        build_with(backend="tritn")
+    monkeypatch.setenv("HF_PAGED_ATTENTION_BACKEND", "cuda")
+    with pytest.raises(ValueError, match=r"HF_PAGED_ATTENTION_BACKEND='cuda'.*'triton', 'reference'"):
+        build_with()
+    assert not hasattr(model, "_hf_paged_attention")
+    monkeypatch.setenv("HF_PAGED_ATTENTION_BACKEND", "reference")
+    build_with()
 
 
 def test_a_narrower_window_than_the_model(model):
     config = AutoConfig.for_model("mistral", **{**COMMON, "sliding_window": 16})
-    with pytest.raises(ValueError, match=r"all keys.*sliding window of 16"), torch.no_grad():
+    with pytest.raises(ValueError, match=r"'sliding_attention', 16.*'full_attention'.*another"), torch.no_grad():
         model(**prompts(5), past_key_values=PagedCache(config))
 
 

@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+import copy
+import inspect
+import pickle
+
+import pytest
 import torch
 from transformers import DynamicCache
 
@@ -63,3 +68,28 @@ def test_a_copied_config_of_another_model_is_not_touched():
     hf_paged_attention.enable(first)
     assert second.config._attn_implementation == "eager"
     assert isinstance(returned_cache(second.generate(**prompts(5), **NEW)), DynamicCache)
+
+
+@pytest.mark.parametrize("decode", ["plain", "graph"])
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda model: pickle.loads(pickle.dumps(model))])
+def test_a_copy_of_an_enabled_model_is_a_model_of_its_own(decode, copied):
+    """Its prefill and its decoding compute with the copy's weights."""
+    arguments = {"max_new_tokens": 12, "do_sample": False}
+    paged = hf_paged_attention.enable(build("Llama"), decode=decode, compile=False, block_size=16)
+    paged.generate(**prompts(9), **arguments)
+    other = copied(paged)
+    other.load_state_dict(build("Llama", seed=4).state_dict())
+    inputs, want = prompts(20, 9), build("Llama", seed=4).generate(**prompts(20, 9), **arguments)
+    assert torch.equal(other.generate(**inputs, **arguments), want)
+    assert torch.equal(paged.generate(**inputs, **arguments), build("Llama").generate(**inputs, **arguments))
+    hf_paged_attention.disable(other)
+    assert torch.equal(other.generate(**inputs, **arguments), want)
+
+
+def test_generate_keeps_its_signature_and_text():
+    model = build("Llama")
+    before = inspect.signature(model.generate), model.generate.__doc__
+    hf_paged_attention.enable(model)
+    names = [name for name in inspect.signature(model.generate).parameters if name != "self"]
+    assert names == list(before[0].parameters)
+    assert model.generate.__doc__ == before[1]

@@ -54,6 +54,15 @@ def test_the_tokens_of_eager_generate(family, how):
     assert same(family, **how)
 
 
+def test_a_compiled_step_gives_the_same_and_is_compiled_once():
+    eager = build("Gemma 3")
+    graph = hf_paged_attention.enable(build("Gemma 3"), block_size=16, decode="graph")
+    for lengths, stance in (((20, 13), "default"), ((40, 33), "fail_on_recompile")):
+        want = eager.generate(**prompts(*lengths), **NEW)
+        with torch.compiler.set_stance(stance):
+            assert torch.equal(graph.generate(**prompts(*lengths), **NEW), want)
+
+
 def test_rows_end_at_their_end_of_sequence_and_the_cache_holds_no_more():
     eager, graph = pair("Mistral")
     free = eager.generate(**prompts(5, 17, 40), **NEW)
@@ -158,12 +167,36 @@ def test_an_exception_in_a_step_loses_that_step_alone(family):
     assert torch.equal(got, want)
 
 
+def test_a_block_whose_encoding_an_exception_ended_is_encoded_by_the_next_step():
+    _, graph = pair("Llama", kv_dtype="int4", block_size=32)
+    plain = hf_paged_attention.enable(build("Llama"), block_size=32, kv_dtype="int4")
+    inputs, calls = prompts(90), []
+
+    def hook(*_):
+        calls.append(1)
+        if len(calls) == 1 + 6:  # the step that brings the 96th token, and so encodes the first 32
+            raise InterruptedError
+
+    cache = PagedCache(graph.config, block_size=32, kv_dtype="int4")
+    handle = graph.model.layers[1].mlp.register_forward_pre_hook(hook)
+    with pytest.raises(InterruptedError):
+        graph.generate(**inputs, past_key_values=cache, **NEW)
+    handle.remove()
+    assert cache.get_seq_length() == 95
+    assert cache.sequences.tail.sealed == [0]
+    want = plain.generate(**inputs, **NEW)
+    mask = torch.ones(1, 96, dtype=torch.long)
+    rest = {**NEW, "max_new_tokens": 34}
+    assert torch.equal(graph.generate(want[:, :96], attention_mask=mask, past_key_values=cache, **rest), want)
+    assert cache.sequences.tail.sealed == [64]
+
+
 @pytest.mark.parametrize("end", [14, 15])
 def test_steps_too_many_are_cropped_behind_a_window_too(end, monkeypatch):
     """As on a GPU, whether all rows have finished is read one step late, while int8 factors are still fitted."""
 
     def look(watcher):
-        watcher._pending.append((watcher.run.all_finished.clone(), None, None))
+        watcher._pending.append((watcher.run.tokens.all_finished.clone(), None, None))
         if len(watcher._pending) > 1:
             watcher._read()
 

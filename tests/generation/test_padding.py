@@ -5,6 +5,7 @@ from __future__ import annotations
 import pytest
 import torch
 
+import hf_paged_attention
 from hf_paged_attention import PagedCache
 from hf_paged_attention.attention import NAME
 from tests.families.models import build, prompts
@@ -121,3 +122,71 @@ def test_padding_between_real_tokens_is_refused_where_windows_would_count_it():
     longer = torch.cat([mask, torch.ones(2, 1, dtype=mask.dtype)], 1)
     with pytest.raises(ValueError, match=r"rows \[1\]"):
         model(ids[:, :1], attention_mask=longer, past_key_values=cache, use_cache=True)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+@pytest.mark.parametrize("way", ["PagedCache", "enable", "graph", "name alone"])
+def test_generate_on_right_padding_is_refused(family, way):
+    """It would choose a token after a padding token. Enabled models compute nothing, others no second token."""
+    model, inputs = build(family), prompts(5, 17, 40)
+    inputs = {name: value.flip(1) for name, value in inputs.items()}
+    arguments = {"max_new_tokens": 4, "do_sample": False}
+    reached = []
+    model.lm_head.register_forward_pre_hook(lambda *_: reached.append(True))
+    if way in ("enable", "graph"):
+        hf_paged_attention.enable(model, block_size=16, decode="graph" if way == "graph" else "plain", compile=False)
+    else:
+        model.set_attn_implementation(NAME)
+        if way == "PagedCache":
+            arguments["past_key_values"] = PagedCache(model.config, block_size=16)
+    with pytest.raises(ValueError, match=r"attention_mask.*rows \[0, 1\].*[Pp]ad on the left"):
+        model.generate(**inputs, **arguments)
+    assert len(reached) == (0 if way in ("enable", "graph") else 1)
+
+
+@pytest.mark.parametrize("enabled", [True, False])
+def test_generate_with_zeros_between_real_tokens(enabled):
+    model, ids = build("Llama"), prompts(30, 30)["input_ids"]
+    mask = torch.ones_like(ids)
+    mask[0, 4:9] = 0
+    mask[1, ::3] = 0
+    arguments = {"max_new_tokens": 12, "do_sample": False, "attention_mask": mask}
+    want = model.generate(ids, **arguments)
+    if enabled:
+        hf_paged_attention.enable(model, block_size=16)
+    else:
+        model.set_attn_implementation(NAME)
+        arguments["past_key_values"] = PagedCache(model.config, block_size=16)
+    assert torch.equal(model.generate(ids, **arguments), want)
+
+
+@torch.no_grad()
+def test_more_than_a_token_after_right_padding_is_eagers():
+    """Whoever brings text of his own chose it himself."""
+    model, inputs = build("Llama"), prompts(5, 17)
+    ids, mask = inputs["input_ids"].flip(1), inputs["attention_mask"].flip(1)
+    more = prompts(4, 4, seed=6)
+    whole = torch.cat([mask, more["attention_mask"]], 1)
+    want = real_logits(model, torch.cat([ids, more["input_ids"]], 1), whole)
+    model.set_attn_implementation(NAME)
+    cache = PagedCache(model.config, block_size=16)
+    first = real_logits(model, ids, mask, cache)
+    positions = (whole.cumsum(1) - 1)[:, -4:]
+    second = model(more["input_ids"], attention_mask=whole, position_ids=positions, past_key_values=cache).logits
+    rows = torch.split(want, [9, 21])
+    got = torch.split(first, [5, 17])
+    for row in range(2):
+        torch.testing.assert_close(torch.cat([got[row], second[row]]), rows[row], **TOLERANCE)
+
+
+@pytest.mark.parametrize("family", ["Llama", "Mistral"])
+def test_a_draft_that_proposes_the_pad_token(family):
+    """generate infers from it that the draft's prompt ends in padding: a proposal is lost, nothing is refused."""
+    model, draft, inputs = build(family), build(family), prompts(30)
+    arguments = {"max_new_tokens": 16, "do_sample": False}
+    want = model.generate(**inputs, **arguments)
+    pad = want[0, 33].item()  # a token that both choose
+    for each in (model, draft):
+        each.generation_config.pad_token_id = pad
+        hf_paged_attention.enable(each, block_size=16)
+    assert torch.equal(model.generate(**inputs, **arguments, assistant_model=draft), want)

@@ -117,3 +117,90 @@ def test_match_prefix_refuses_padding_behind_real_tokens():
     inputs["attention_mask"][0, -3:] = 0
     with pytest.raises(ValueError, match="left-padded"):
         cache.match_prefix(**inputs)
+
+
+class Widths:
+    """Counts the columns that each forward pass of a model computes."""
+
+    def __init__(self, model):
+        self.seen: list[int] = []
+        model.register_forward_pre_hook(self._look, with_kwargs=True)
+
+    def _look(self, module, args, kwargs):
+        self.seen.append(kwargs["input_ids"].shape[1])
+
+
+def next_turn(out: torch.Tensor, inputs: dict[str, torch.Tensor], new: int) -> dict[str, torch.Tensor]:
+    """The whole of a turn, and `new` other tokens."""
+    more = torch.randint(3, VOCABULARY, (out.shape[0], new), generator=torch.Generator().manual_seed(9))
+    mask = inputs["attention_mask"].repeat_interleave(out.shape[0] // inputs["attention_mask"].shape[0], 0)
+    more_mask = torch.ones(out.shape[0], out.shape[1] + new - mask.shape[1], dtype=mask.dtype)
+    return {"input_ids": torch.cat([out, more], 1), "attention_mask": torch.cat([mask, more_mask], 1)}
+
+
+@pytest.mark.parametrize(
+    ("family", "arguments", "how"),
+    [
+        ("Llama", {}, {}),
+        ("Mistral", {"decode": "graph", "compile": False}, {}),
+        ("Llama", {}, {"prefill_chunk_size": 16}),
+        ("Mistral", {}, {"do_sample": True, "num_return_sequences": 2}),
+    ],
+    ids=["plain", "graph", "chunks", "samples"],
+)
+def test_the_next_turn_of_a_chat_computes_what_is_new(family, arguments, how):
+    """Three turns that send the whole history again: the answers' full blocks are found, tokens are eager's."""
+    eager, paged = pair(family, **arguments)
+    cache, widths = PagedCache(paged.config, block_size=16, prefix_caching=True), Widths(paged)
+    inputs, new = prompts(20, 33), {**NEW, "max_new_tokens": 56}  # answers of several blocks
+    for turn in range(3):
+        torch.manual_seed(turn)
+        want = eager.generate(**inputs, **{**new, **how})
+        torch.manual_seed(turn)
+        widths.seen.clear()
+        out = paged.generate(**inputs, past_key_values=cache, **{**new, **how})
+        assert torch.equal(out, want)
+        if turn and "prefill_chunk_size" not in how:  # chunks do not look, but they tell
+            # Blocks count from each row's first token: the shorter row stands 13 columns further right.
+            assert widths.seen[0] <= 7 + 1 + 16 + 13
+        inputs = next_turn(out, inputs, 7)
+        how = {name: value for name, value in how.items() if name != "num_return_sequences"}
+        cache.reset(keep_prefixes=True)
+    found = cache.match_prefix(**inputs)
+    assert inputs["input_ids"].shape[1] - found <= 7 + 1 + 16 + 13
+
+
+def test_answers_of_beams_are_not_remembered():
+    _, paged = pair("Llama")
+    cache, inputs = PagedCache(paged.config, block_size=16, prefix_caching=True), prompts(37)
+    out = paged.generate(**inputs, past_key_values=cache, **{**NEW, "num_beams": 3})
+    cache.reset(keep_prefixes=True)
+    assert cache.match_prefix(**next_turn(out, inputs, 7)) == 32
+
+
+def test_tokens_that_nobody_told_are_not_remembered():
+    """The cache holds others than generate is given: what it then stores is not what the ids say."""
+    _, paged = pair("Llama")
+    cache, inputs = PagedCache(paged.config, block_size=16, prefix_caching=True), prompts(37)
+    with torch.no_grad():
+        paged(prompts(30, seed=5)["input_ids"], past_key_values=cache, use_cache=True)
+    out = paged.generate(**inputs, past_key_values=cache, **NEW)
+    cache.reset(keep_prefixes=True)
+    assert cache.match_prefix(**next_turn(out, inputs, 7)) == 0
+
+
+def test_a_row_that_was_cropped_is_known_as_far_as_it_goes_on():
+    eager, paged = pair("Llama")
+    cache, inputs = PagedCache(paged.config, block_size=16, prefix_caching=True), prompts(37)
+    out = paged.generate(**inputs, past_key_values=cache, **NEW)
+    cache.crop(-12)
+    held = cache.get_seq_length()
+    inputs = next_turn(out[:, :held], inputs, 9)
+    second = paged.generate(**inputs, past_key_values=cache, **NEW)
+    assert torch.equal(second, eager.generate(**inputs, **NEW))
+    cache.reset(keep_prefixes=True)
+    inputs = next_turn(second, inputs, 5)
+    third = paged.generate(**inputs, past_key_values=cache, **NEW)
+    assert torch.equal(third, eager.generate(**inputs, **NEW))
+    cache.reset(keep_prefixes=True)
+    assert cache.match_prefix(**inputs) == (inputs["input_ids"].shape[1] - 1) // 16 * 16

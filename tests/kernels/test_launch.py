@@ -19,10 +19,12 @@ UNKNOWN = Gpu("other", 20, 65536)
 
 
 def shape_of(
-    query_heads, kv_heads, head_dim, dtype=torch.bfloat16, pool_dtype=None, requests=1, page=64, value_dim=None
-):
+    query_heads, kv_heads, head_dim, dtype=torch.bfloat16, pool_dtype=None, requests=1, page=64, value_dim=None,
+    value_pool_dtype=None,
+):  # fmt: skip
     sizes = requests, requests, query_heads, kv_heads, head_dim, value_dim or head_dim, page
-    return AttentionShape(*sizes, dtype, pool_dtype or dtype, pool_dtype or dtype, torch.device("cpu"))
+    pools = pool_dtype or dtype, value_pool_dtype or pool_dtype or dtype
+    return AttentionShape(*sizes, dtype, *pools, torch.device("cpu"))
 
 
 @pytest.mark.parametrize("gpu", [HOPPER, ADA, UNKNOWN])
@@ -38,6 +40,25 @@ def test_every_plan_fits_its_gpu(gpu, dtype, pool_dtype, head_dim):
     smallest = (plan.block_n, plan.num_stages) == (16, 1)
     converted = plan.products != "bytes"
     assert smallest or tile_bytes(16, plan.block_n, plan.num_stages, shape, converted=converted) <= gpu.shared_memory
+
+
+@pytest.mark.parametrize("gpu", [HOPPER, ADA, UNKNOWN])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("pools", [(torch.uint8, torch.uint8), (torch.uint8, torch.int8), (torch.int8, torch.uint8)])
+@pytest.mark.parametrize("head_dim", [16, 64, 80, 128, 192, 256, 512])
+def test_mixed_plans_fit_their_gpu_and_hold_whole_groups(gpu, dtype, pools, head_dim):
+    shape = shape_of(8, 2, head_dim, dtype, pools[0], value_pool_dtype=pools[1])
+    least = 32 if pools[0] == torch.uint8 else 16
+    plan = plan_unified(shape, max_query_len=512, max_seq_len=512, gpu=gpu)
+    smallest = (plan.block_m, plan.block_n, plan.num_stages) == (16, least, 1)
+    assert plan.block_n % least == 0
+    assert smallest or tile_bytes(plan.block_m, plan.block_n, plan.num_stages, shape) <= gpu.shared_memory
+    plan = plan_decode(shape, max_seq_len=512, gpu=gpu).for_call(shape, values_by_slot=True, whole_pages=True)
+    assert plan.block_n % least == 0
+    assert (plan.products, plan.descriptors) == ("rows", False)
+    assert (plan.block_n, plan.num_stages) == (least, 1) or tile_bytes(
+        16, plan.block_n, plan.num_stages, shape
+    ) <= gpu.shared_memory
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(71, 1), (9, 1), (32, 8), (7, 1), (200, 1)])
