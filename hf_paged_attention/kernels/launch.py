@@ -5,6 +5,7 @@ Pure functions of their arguments, so that a plan can be tested and printed; not
 """
 
 import math
+import os
 from dataclasses import dataclass, replace
 from functools import lru_cache
 
@@ -286,9 +287,16 @@ def gluon_compiles() -> bool:
     return True
 
 
+# The kernel over 8-bit caches compiles, and no GPU has run it yet (tests/kernels/test_hopper_kernel.py would check it):
+# it is for those who ask for it.
+TRY_8BIT = "HF_PAGED_ATTENTION_HOPPER_8BIT"
+
+
 def plan_specialised(shape: AttentionShape, max_query_len: int, gpu: Gpu) -> SpecialisedPlan | None:
     """The plan of Hopper's own kernel, None where it does not take the shape."""
     plans = SPECIALISED_8BIT if shape.quantized else SPECIALISED
+    if shape.quantized and os.environ.get(TRY_8BIT, "0") in ("", "0"):
+        return None
     # A swizzled row of transposed values is 64 keys at least.
     stored = shape.page >= 64 if shape.quantized else shape.pool_dtype == shape.query_dtype
     takes = (

@@ -70,8 +70,10 @@ def test_other_shapes_keep_the_general_kernel(compiles, changes):
 
 
 @pytest.mark.parametrize("dtype", EIGHT_BIT)
-def test_8bit_caches_have_plans_of_their_own(compiles, dtype):
+def test_8bit_caches_have_plans_of_their_own_for_those_who_ask(compiles, dtype, monkeypatch):
     stored = {"pool_dtype": dtype, "value_pool_dtype": dtype, "page": 128}
+    assert specialised(shape_of(**stored)) is None
+    monkeypatch.setenv(launch.TRY_8BIT, "1")
     for dim, plan in SPECIALISED_8BIT.items():
         assert specialised(shape_of(head_dim=dim, value_dim=dim, **stored)) == plan
     assert specialised(shape_of(**{**stored, "page": 64})) is not None
