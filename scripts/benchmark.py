@@ -566,7 +566,11 @@ def plot_rates(path: str, rows: list[Row]) -> None:
     plain = [
         row for row in rows if row.format == "auto" and not row.extras and "on" not in row.case and "1 ×" in row.case
     ]
-    shapes = list(dict.fromkeys(row.what for row in plain))
+    cases: dict[str, set] = {}
+    for row in plain:
+        cases.setdefault(row.what, set()).add(row.case)
+    # One length alone makes no line; shapes of one are drawn where no other is there.
+    shapes = [shape for shape, of in cases.items() if len(of) > 1] or list(cases)
     figure, all_axes = pyplot.subplots(1, len(shapes), figsize=(5 * len(shapes), 4), squeeze=False)
     for shape, axes in zip(shapes, all_axes[0], strict=True):
         mine = [row for row in plain if row.what == shape]
