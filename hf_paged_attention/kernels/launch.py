@@ -406,7 +406,6 @@ def plan_write(
     *,
     rows: int,
     head_dim: int,
-    itemsize: int,
     device: torch.device,
     values_by_slot: bool = False,
     turned: bool = False,

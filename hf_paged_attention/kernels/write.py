@@ -191,7 +191,7 @@ def write_kv(
         return
     by_slot = v_pool.stride(1) == 1 and v_pool.stride(3) != 1
     plan = plan_write(
-        rows=tokens * kv_heads, head_dim=max(head_dim, value.shape[-1]), itemsize=key.element_size(), device=key.device,
+        rows=tokens * kv_heads, head_dim=max(head_dim, value.shape[-1]), device=key.device,
         values_by_slot=by_slot, turned=turn_factor is not None,
     )  # fmt: skip
     turn = turn_arguments(head_dim, key.dtype, key.device) if turn_factor is not None else None

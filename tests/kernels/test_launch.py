@@ -73,8 +73,8 @@ def test_decode_splits_fill_the_gpu_at_batch_one():
 
 
 def test_a_decode_step_writes_few_rows_a_program():
-    few = plan_write(rows=64 * 8, head_dim=128, itemsize=2, device=torch.device("cpu"), gpu=HOPPER)
-    many = plan_write(rows=8192 * 8, head_dim=128, itemsize=2, device=torch.device("cpu"), gpu=HOPPER)
+    few = plan_write(rows=64 * 8, head_dim=128, device=torch.device("cpu"), gpu=HOPPER)
+    many = plan_write(rows=8192 * 8, head_dim=128, device=torch.device("cpu"), gpu=HOPPER)
     assert few.block_rows < many.block_rows
 
 
