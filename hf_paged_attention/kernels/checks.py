@@ -237,7 +237,7 @@ def _check_new_tokens(key, value, k_pool, v_pool) -> None:
     _require(value.shape[:2] == key.shape[:2], f"value must have key's tokens and heads {list(key.shape[:2])}")
 
 
-def check_write(key, value, k_pool, v_pool, slot_mapping, k_scale, v_scale, turn_factor) -> None:
+def check_write(key, value, k_pool, v_pool, slot_mapping, k_scale, v_scale, turn_factor, query) -> None:
     """Sizes of a write.
 
     Raises:
@@ -251,8 +251,23 @@ def check_write(key, value, k_pool, v_pool, slot_mapping, k_scale, v_scale, turn
         f"slot_mapping must be contiguous int64 [{key.shape[0]}], got {slot_mapping.dtype} {list(slot_mapping.shape)}",
     )
     check_scales(k_pool, v_pool, k_scale, v_scale)
+    slots = k_pool.shape[0] * k_pool.shape[1]
+    _require(slots < 2**31, f"k_pool must have fewer than 2^31 slots, got {slots}")
     if turn_factor is not None:
         check_turn_factor(turn_factor, key.shape[1], key.shape[2])
+    if query is not None:
+        _check_query_beside(query, key, turn_factor)
+
+
+def _check_query_beside(query, key, turn_factor) -> None:
+    tokens, kv_heads, head_dim = key.shape
+    _require(turn_factor is not None, "query is turned by turn_factor, got turn_factor None")
+    _require(
+        query.dim() == 3 and (query.shape[0], query.shape[2]) == (tokens, head_dim) and query.shape[1] % kv_heads == 0,
+        f"query must be [{tokens}, a multiple of {kv_heads}, {head_dim}], got {list(query.shape)}",
+    )
+    _require(query.dtype in QUERY_DTYPES, f"query must be float32, bfloat16 or float16, got {query.dtype}")
+    _require(query.numel() == 0 or query.stride(-1) == 1, f"query must be contiguous in head_dim, got {query.stride()}")
 
 
 def check_seal(

@@ -137,7 +137,7 @@ def round_half_even(x):
 
 @triton.jit
 def encode_e4m3(x):
-    """float32, |x| <= 448, to an e4m3 byte, nearest even."""
+    """float32, |x| <= 448 or a few roundings more, to an e4m3 byte, nearest even."""
     bits = x.to(tl.int32, bitcast=True)
     sign = (bits >> 24) & 0x80
     magnitude = bits & 0x7FFFFFFF
@@ -150,10 +150,64 @@ def encode_e4m3(x):
 
 
 @triton.jit
+def row_scale(size, FORMAT: tl.constexpr):
+    """The scale [rows] of rows whose largest magnitude is `size`, rounded as IEEE division rounds it.
+
+    As in `quotient`; for these two divisors every float32 was tried.
+    """
+    largest: tl.constexpr = INT8_MAX if FORMAT == INT8 else E4M3_MAX
+    if ASSEMBLY:
+        reciprocal: tl.constexpr = 1.0 / largest
+        guess = size * reciprocal
+        scale = tl.fma(tl.fma(guess, -largest, size), reciprocal, guess)
+        # An infinity has no remainder, and must not pass for a number.
+        scale = tl.where(size < float("inf"), scale, size)
+    else:
+        scale = tl.div_rn(size, largest)
+    return tl.maximum(scale, SMALLEST_SCALE)
+
+
+@triton.jit
+def quotient(x, scale):
+    """x [rows, D] / scale [rows], with which a code is chosen as with IEEE division.
+
+    A correctly rounded reciprocal, and the remainder of the quotient that it gives (P. Markstein, Computation of
+    elementary functions on the IBM RISC System/6000 processor, 1990): three instructions an element and no
+    branch. Only where the remainder underflows, x below 2^-100, may the last bit differ.
+    """
+    scale = scale[:, None]
+    if ASSEMBLY:
+        reciprocal = tl.div_rn(tl.full(scale.shape, 1.0, tl.float32), scale)
+        guess = x * reciprocal
+        # The minus at the scale: -guess would be one more multiplication an element.
+        result = tl.fma(tl.fma(guess, -scale, x), reciprocal, guess)
+    else:
+        # The interpreter's fma rounds twice.
+        result = tl.div_rn(x, tl.broadcast_to(scale, x.shape))
+    return result
+
+
+@triton.jit
+def encode(x, FORMAT: tl.constexpr, FLOAT8: tl.constexpr):
+    """float32 to the int8 or the e4m3 byte that is nearest, half to even. x is at most a few roundings out of range.
+
+    FLOAT8: the GPU casts to float8 by itself.
+    """
+    if FORMAT == INT8:
+        # 1.5 * 2^23 + x has the rounded x in its low bits: no conversion instruction.
+        code = (x + 12582912.0).to(tl.int32, bitcast=True).to(tl.int8)
+    elif ASSEMBLY and FLOAT8:
+        code = x.to(tl.float8e4nv).to(tl.uint8, bitcast=True)
+    else:
+        code = encode_e4m3(x)
+    return code
+
+
+@triton.jit
 def to_byte(x, FORMAT: tl.constexpr):
     """float32 within the format's range to an int8 or float8 element, nearest even, and the element's value."""
     if FORMAT == INT8:
-        # 1.5 * 2^23 + x has the rounded x in its low bits: no conversion instruction.
+        # As in `encode`, and its value.
         shifted = x + 12582912.0
         code = shifted.to(tl.int32, bitcast=True).to(tl.int8)
         value = shifted - 12582912.0

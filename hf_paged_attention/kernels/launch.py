@@ -16,11 +16,15 @@ from .checks import AttentionShape
 
 @dataclass(frozen=True)
 class Gpu:
-    """What plans see: a class ("hopper", "ada", "ampere", "other", "cpu"), SMs, and shared memory a block (bytes)."""
+    """What plans see: a class ("hopper", "ada", "ampere", "other", "cpu"), SMs, and shared memory a block (bytes).
+
+    float8: whether an instruction casts to float8.
+    """
 
     kind: str
     sms: int
     shared_memory: int
+    float8: bool = False
 
 
 CPU = Gpu("cpu", 4, 1 << 20)
@@ -34,7 +38,8 @@ def gpu_of(device: torch.device) -> Gpu:
     properties = torch.cuda.get_device_properties(device)
     kinds = {(8, 0): "ampere", (8, 6): "ada", (8, 9): "ada", (9, 0): "hopper"}
     kind = kinds.get((properties.major, properties.minor), "other")
-    return Gpu(kind, properties.multi_processor_count, properties.shared_memory_per_block_optin)
+    float8 = (properties.major, properties.minor) >= (8, 9)
+    return Gpu(kind, properties.multi_processor_count, properties.shared_memory_per_block_optin, float8)
 
 
 @dataclass(frozen=True)
@@ -140,10 +145,19 @@ def merge_splits(group: int, value_dim: int, num_warps: int) -> int:
 
 
 @dataclass(frozen=True)
-class WritePlan:
-    """block_rows rows a program: of (token, head), or tokens of one head where values are transposed in their page."""
+class TurnPlan:
+    """rows (token, head) of one KV head a program."""
 
-    block_rows: int
+    rows: int
+    num_warps: int
+
+
+@dataclass(frozen=True)
+class WritePlan:
+    """Rows a program, of one KV head: key_rows tokens of keys and rows (token, head) of queries, value_rows tokens."""
+
+    key_rows: int
+    value_rows: int
     num_warps: int
 
 
@@ -402,27 +416,48 @@ def plan_decode(
     return plan
 
 
+def plan_turn(
+    *, rows: int, head_dim: int, dtype: torch.dtype, device: torch.device, gpu: Gpu | None = None
+) -> TurnPlan:
+    """The tile of a kernel that turns `rows` rows: of a warp where rows are few, so that they spread over the SMs.
+
+    16 rows a warp, or 8 in one warp: then the rows that are added are in a thread's own registers (rotate.py).
+    """
+    gpu = gpu or gpu_of(device)
+    if gpu.kind == "cpu":
+        return TurnPlan(64, 4)
+    if head_dim <= 16:
+        return TurnPlan(16, 1)
+    if rows <= 32 * gpu.sms or head_dim > 128 or dtype == torch.float32:
+        return TurnPlan(8, 1)
+    return TurnPlan(64, 4)
+
+
 def plan_write(
     *,
-    rows: int,
+    tokens: int,
+    kv_heads: int,
     head_dim: int,
+    dtype: torch.dtype,
     device: torch.device,
     values_by_slot: bool = False,
     turned: bool = False,
+    group: int = 1,
     gpu: Gpu | None = None,
 ) -> WritePlan:
     """Rows a program of `write_kv`: few when rows are few, so that they spread over the SMs.
 
-    turned: keys pass through a matrix product, which few rows do not fill.
+    turned: keys pass through `turned_tile`, and so do `group` queries a key.
     """
     gpu = gpu or gpu_of(device)
     if gpu.kind == "cpu":
-        return WritePlan(64, 4)
-    if turned and rows <= 16 * gpu.sms:
-        return WritePlan(1 if rows <= gpu.sms else 4, 4)
-    if turned:
-        return WritePlan(32, 8) if head_dim <= 128 else WritePlan(16, 4)
-    if rows <= 16 * gpu.sms:
-        return WritePlan(1 if values_by_slot else 4, 1)
-    # 32 tokens of a head are a sector of each channel of a transposed page.
-    return WritePlan(32 if values_by_slot else 16, 4)
+        return WritePlan(64, 64, 4)
+    rows = tokens * kv_heads
+    few = rows <= 16 * gpu.sms
+    if not turned:
+        # 32 tokens of a head are a sector of each channel of a transposed page.
+        return WritePlan(4, 1 if values_by_slot else 4, 1) if few else WritePlan(16, 32 if values_by_slot else 16, 4)
+    turn = plan_turn(rows=rows * group, head_dim=head_dim, dtype=dtype, device=device, gpu=gpu)
+    if few:
+        return WritePlan(turn.rows, 1, turn.num_warps)
+    return WritePlan(turn.rows, 32, turn.num_warps)

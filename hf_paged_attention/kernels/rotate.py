@@ -3,8 +3,9 @@
     q' = (q · f) H,   k' = (k / f) H,   q'·k' = q·k     since H is orthonormal: H Hᵀ = 1
 
 states [N, H, D], factor f [Hkv, D] of powers of two with one row a KV head, H [D, D] a Hadamard matrix on blocks of
-the largest power of two that divides D. Grid: tiles of BLOCK_ROWS (token, head) rows. `turned_rows` also serves the
-kernels that write keys and that attend with one query, which turn on the way.
+the largest power of two that divides D. Grid: tiles of ROWS (token, head) rows of one KV head, times the KV heads.
+`write_kv` turns its keys, and the queries that will meet them, on the way. `turned_rows` serves the kernel that attends
+with one query.
 
 H spreads an outlier channel over its block, as QuaRot does (arXiv:2404.00456, section 4); f makes channels alike
 before. With factors that are powers of two and a matrix of ±1 the products are exact in bf16, so turning keys adds no
@@ -19,6 +20,7 @@ import triton
 import triton.language as tl
 
 from .dependent import dependent_launch, follow
+from .launch import TurnPlan, plan_turn
 
 
 @functools.cache
@@ -96,35 +98,127 @@ def turned_rows(
 
 
 @triton.jit
-def _rotate_kernel(
+def _hadamard_16(BLOCK: tl.constexpr, dtype: tl.constexpr):
+    """±1 [16, 16]: the Hadamard matrix of 16, or matrices of BLOCK < 16 on its diagonal and 0 elsewhere.
+
+    Computed, since loading it would cost a program the memory's latency.
+    """
+    i = tl.arange(0, 16)[:, None]
+    j = tl.arange(0, 16)[None, :]
+    both = i & j & (BLOCK - 1) if BLOCK < 16 else i & j
+    # Minus one to the number of ones of `both`, whose parity is bit `both` of this number.
+    signs = tl.where(((0x6996 >> both) & 1) == 1, -1.0, 1.0)
+    if BLOCK < 16:
+        signs = tl.where(i // BLOCK == j // BLOCK, signs, 0.0)
+    return signs.to(dtype)
+
+
+@triton.jit
+def turned_tile(x, BLOCK: tl.constexpr, DOT_DTYPE: tl.constexpr):
+    """float32 [ROWS, D]: x [ROWS, D] times the signs of Hadamard matrices of BLOCK on the diagonal.
+
+    A matrix of BLOCK channels is a product of one of 16, for the tensor cores, and of matrices of 2 further up, sums
+    and differences. Of the left operand's rows (channels / 16, ROWS) those that are added lie 16 or more apart, which
+    is in one thread's registers. So no program reads D * D signs, and no thread waits for another.
+    """
+    ROWS: tl.constexpr = x.shape[0]
+    HIGH: tl.constexpr = x.shape[1] // 16
+    x = tl.reshape(tl.permute(tl.reshape(x, [ROWS, HIGH, 16]), [1, 0, 2]), [HIGH * ROWS, 16])
+    y = tl.dot(x.to(DOT_DTYPE), _hadamard_16(BLOCK, DOT_DTYPE), input_precision="tf32x3")
+    STEPS: tl.constexpr = (BLOCK >= 32) + (BLOCK >= 64) + (BLOCK >= 128) + (BLOCK >= 256) + (BLOCK >= 512)
+    for step in tl.static_range(STEPS):
+        y = tl.reshape(y, [HIGH // (2 << step), 2, 1 << step, ROWS, 16])
+        a, b = tl.split(tl.permute(y, [0, 2, 3, 4, 1]))
+        y = tl.permute(tl.join(a + b, a - b), [0, 4, 1, 2, 3])
+    y = tl.permute(tl.reshape(y, [HIGH, ROWS, 16]), [1, 0, 2])
+    return tl.reshape(y, [ROWS, HIGH * 16])
+
+
+@triton.jit
+def turned_states(
     states_ptr,
     factor_ptr,
-    signs_ptr,
-    out_ptr,
-    num_rows,
+    kv_head,
+    tokens,
     heads,
+    row_held,
+    stride_token,
+    stride_head,
+    D: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    """float32 [rows, BLOCK_D]: rows (tokens, heads) of one KV head, turned but for the matrix's norm; 0 past D."""
+    d = tl.arange(0, BLOCK_D)
+    states_at = states_ptr + (tokens.to(tl.int64) * stride_token + heads * stride_head)[:, None] + d[None, :]
+    x = tl.load(states_at, mask=row_held[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
+    factor = tl.load(factor_ptr + kv_head * D + d, mask=d < D, other=1.0)
+    if DIVIDE:
+        # The reciprocal of a power of two, exactly: its exponent the other way round.
+        factor = (0x7F000000 - factor.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
+    return turned_tile(x * factor[None, :], BLOCK, DOT_DTYPE)
+
+
+@triton.jit
+def rotate_tile(
+    states_ptr,
+    factor_ptr,
+    out_ptr,
+    program,
+    num_tokens,
+    kv_heads,
     norm,
     stride_token,
     stride_head,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     DIVIDE: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr,
+    DOT_DTYPE: tl.constexpr,
+):
+    """Turn ROWS rows (token, head) of one KV head into out [N, kv_heads * GROUP, D]: program number `program`."""
+    kv_head = program % kv_heads
+    rows = program // kv_heads * ROWS + tl.arange(0, ROWS)
+    tokens = rows // GROUP
+    heads = kv_head * GROUP + rows % GROUP
+    held = tokens < num_tokens
+    out = turned_states(
+        states_ptr, factor_ptr, kv_head, tokens, heads, held, stride_token, stride_head,
+        D, DIVIDE, BLOCK, BLOCK_D, DOT_DTYPE,
+    )  # fmt: skip
+    d = tl.arange(0, BLOCK_D)
+    out_at = out_ptr + ((tokens.to(tl.int64) * (kv_heads * GROUP) + heads) * D)[:, None] + d[None, :]
+    tl.store(out_at, (out * norm).to(out_ptr.dtype.element_ty), mask=held[:, None] & (d < D)[None, :])
+
+
+@triton.jit
+def _rotate_kernel(
+    states_ptr,
+    factor_ptr,
+    out_ptr,
+    num_tokens,
+    kv_heads,
+    norm,
+    stride_token,
+    stride_head,
+    GROUP: tl.constexpr,
+    D: tl.constexpr,
+    DIVIDE: tl.constexpr,
+    ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
+    BLOCK_D: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     follow(DEPENDENT)
-    rows = tl.program_id(0) * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-    row_held = rows < num_rows
-    head = rows % heads
-    states_at = states_ptr + (rows // heads).to(tl.int64) * stride_token + head * stride_head
-    factor_at = factor_ptr + head // GROUP * D
-    out = turned_rows(states_at, factor_at, signs_ptr, norm, row_held, D, DIVIDE, BLOCK_D, BLOCK_C, DOT_DTYPE)
-    d = tl.arange(0, BLOCK_D)
-    out_at = out_ptr + rows.to(tl.int64)[:, None] * D + d[None, :]
-    tl.store(out_at, out.to(out_ptr.dtype.element_ty), mask=row_held[:, None] & (d < D)[None, :])
+    rotate_tile(
+        states_ptr, factor_ptr, out_ptr, tl.program_id(0), num_tokens, kv_heads, norm, stride_token, stride_head,
+        GROUP, D, DIVIDE, ROWS, BLOCK, BLOCK_D, DOT_DTYPE,
+    )  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -149,35 +243,49 @@ def turn_arguments(dim: int, dtype: torch.dtype, device: torch.device) -> TurnAr
     )
 
 
-def rotate_heads(states: torch.Tensor, factor: torch.Tensor, *, divide: bool) -> torch.Tensor:
+def turn_options(dim: int, dtype: torch.dtype) -> dict[str, object]:
+    """How `turned_states` turns heads of `dim` channels.
+
+    Products of 16-bit states, power-of-two factors and signs are exact in the states' own type.
+    """
+    interpreted = triton.knobs.runtime.interpret  # whose dot knows no 16-bit floats
+    known = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
+    return {
+        "BLOCK": hadamard_block(dim),
+        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
+        "DOT_DTYPE": tl.float32 if interpreted else known[dtype],
+    }
+
+
+def rotate_heads(
+    states: torch.Tensor, factor: torch.Tensor, *, divide: bool, plan: TurnPlan | None = None
+) -> torch.Tensor:
     """Turn states `[N, H, D]` (last dimension contiguous) by the factor `[Hkv, D]` of their KV head.
 
     divide=True for keys (H = Hkv), which come back in float32 to be quantised; False for queries, whose dtype stays.
     """
     tokens, heads, dim = states.shape
+    kv_heads = factor.shape[0]
     out = torch.empty_like(states, dtype=torch.float32 if divide else None, memory_format=torch.contiguous_format)
-    rows = tokens * heads
-    if not rows:
+    if not out.numel():
         return out
-    turn = turn_arguments(dim, states.dtype, states.device)
-    block_rows = 16 if rows <= 4096 or turn.dot_dtype == tl.float32 else 64
-    _rotate_kernel[(triton.cdiv(rows, block_rows),)](
+    group = heads // kv_heads
+    plan = plan or plan_turn(rows=tokens * heads, head_dim=dim, dtype=states.dtype, device=states.device)
+    _rotate_kernel[(triton.cdiv(tokens * group, plan.rows) * kv_heads,)](
         states,
         factor,
-        turn.signs,
         out,
-        rows,
-        heads,
-        turn.norm,
+        tokens,
+        kv_heads,
+        hadamard_block(dim) ** -0.5,
         states.stride(0),
         states.stride(1),
-        GROUP=heads // factor.shape[0],
+        GROUP=group,
         D=dim,
         DIVIDE=divide,
-        BLOCK_ROWS=block_rows,
-        BLOCK_D=max(16, triton.next_power_of_2(dim)),
-        BLOCK_C=turn.channels,
-        DOT_DTYPE=turn.dot_dtype,
+        ROWS=plan.rows,
+        num_warps=plan.num_warps,
+        **turn_options(dim, states.dtype),
         **dependent_launch(states.device),
     )
     return out

@@ -15,6 +15,7 @@ from .checks import check_seal, strides_or_zeros
 from .convert import FLOAT, pool_bytes, pool_format
 from .dependent import dependent_launch, follow
 from .int4 import GROUP, encode_int4, pack_tile, quantize_keys
+from .launch import gpu_of
 from .reference import write_rows
 from .write import store_values
 
@@ -65,7 +66,7 @@ def _seal_kernel(
     D: tl.constexpr,
     DV: tl.constexpr,
     VALUE_FORMAT: tl.constexpr,
-    BY_SLOT: tl.constexpr,
+    FLOAT8: tl.constexpr,
     PAGE: tl.constexpr,
     SIZE: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -118,7 +119,7 @@ def _seal_kernel(
     vs_at = v_scale_ptr
     if VALUE_FORMAT != FLOAT:
         vs_at = v_scale_ptr + block * stride_vs_block + slots * stride_vs_slot + head * stride_vs_head
-    store_values(x, v_row, vs_at, slots >= 0, stride_v_d, VALUE_FORMAT, BY_SLOT, SIZE, DV, BLOCK_DV)
+    store_values(x, v_row, vs_at, slots >= 0, stride_v_d, VALUE_FORMAT, FLOAT8, SIZE, DV, BLOCK_DV)
 
 
 def seal_kv(
@@ -189,7 +190,7 @@ def seal_kv(
         D=key.shape[2],
         DV=value.shape[2],
         VALUE_FORMAT=pool_format(v_pool.dtype).value,
-        BY_SLOT=v_pool.stride(1) == 1 and v_pool.stride(3) != 1,
+        FLOAT8=gpu_of(key.device).float8,
         PAGE=page,
         SIZE=GROUP,
         BLOCK_D=max(2, triton.next_power_of_2(key.shape[2])),

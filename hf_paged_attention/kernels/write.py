@@ -1,10 +1,10 @@
-"""New keys and values into their slots, quantised on the way.
+"""New keys and values into their slots, quantised on the way, and the queries beside them turned.
 
     pool[slot(n), h] = x[n, h] / scale,  scale[slot(n), h] = max_d |x[n, h, d]| / qmax;   x = key (turned) or value
 
 key [N, Hkv, D], value [N, Hkv, Dv], pools [num_blocks, block_size, Hkv, D or Dv], scales [num_blocks, block_size, Hkv].
-Grid: tiles of BLOCK_ROWS (token, head) rows; one program writes the keys and the values of its rows. Where values are
-transposed in their page (BY_SLOT) the rows are tokens of one head, so that neighbouring slots are written together.
+Grid: programs for keys, then for values, then for queries, so that they run side by side and each holds few registers.
+One program writes tokens of one head, whose neighbouring slots lie together whichever way a page is laid out.
 """
 
 import torch
@@ -12,39 +12,43 @@ import triton
 import triton.language as tl
 
 from .checks import check_write, strides_or_zeros
-from .convert import (
-    E4M3_MAX,
-    FLOAT,
-    INT4,
-    INT8,
-    INT8_MAX,
-    SMALLEST_SCALE,
-    encode_e4m3,
-    pool_bytes,
-    pool_format,
-    round_half_even,
-)
+from .convert import FLOAT, INT4, encode, pool_bytes, pool_format, quotient, row_scale
 from .dependent import dependent_launch, follow
 from .int4 import store_int4_values
-from .launch import plan_write
-from .rotate import turn_arguments, turned_rows
+from .launch import WritePlan, gpu_of, plan_write
+from .rotate import hadamard_block, rotate_tile, turn_options, turned_states
 
 
 @triton.jit
-def _store_rows(x, pool_at, scale_at, row_held, held, FORMAT: tl.constexpr, TRANSPOSED: tl.constexpr):
-    """Rows x [BLOCK_ROWS, D] to pool_at, which with TRANSPOSED is [D, BLOCK_ROWS], as held is."""
+def _store_rows(
+    x,
+    norm,
+    pool_at,
+    scale_at,
+    row_held,
+    held,
+    FORMAT: tl.constexpr,
+    TURNED: tl.constexpr,
+    FLOAT8: tl.constexpr,
+):
+    """Rows x [ROWS, D], times norm if TURNED, to pool_at."""
     if FORMAT == FLOAT:
+        if TURNED:
+            x *= norm
         code = x.to(pool_at.dtype.element_ty)
     else:
         x = x.to(tl.float32)
-        largest: tl.constexpr = INT8_MAX if FORMAT == INT8 else E4M3_MAX
-        scale = tl.maximum(tl.div_rn(tl.max(tl.abs(x), 1), largest), SMALLEST_SCALE)
-        x = tl.div_rn(x, tl.broadcast_to(scale[:, None], x.shape))
-        x = tl.minimum(tl.maximum(x, -largest), largest)
-        code = round_half_even(x).to(tl.int8) if FORMAT == INT8 else encode_e4m3(x)
+        size = tl.max(tl.abs(x), 1)
+        if TURNED:
+            size *= norm
+        scale = row_scale(size, FORMAT)
+        if TURNED:
+            # The sums are rounded in an order of the hardware's, so no reference rounds like them anyway.
+            x *= (norm / scale)[:, None]
+        else:
+            x = quotient(x, scale)
+        code = encode(x, FORMAT, FLOAT8)
         tl.store(scale_at, scale, mask=row_held)
-    if TRANSPOSED:
-        code = tl.trans(code)
     tl.store(pool_at, code, mask=held)
 
 
@@ -56,7 +60,7 @@ def store_values(
     row_held,
     stride_v_d,
     FORMAT: tl.constexpr,
-    BY_SLOT: tl.constexpr,
+    FLOAT8: tl.constexpr,
     ROWS: tl.constexpr,
     DV: tl.constexpr,
     BLOCK_DV: tl.constexpr,
@@ -65,33 +69,52 @@ def store_values(
     dv = tl.arange(0, BLOCK_DV)
     if FORMAT == INT4:
         store_int4_values(value, v_row, scale_at, row_held, ROWS, DV, BLOCK_DV)
-    elif BY_SLOT:
-        held = row_held[None, :] & (dv[:, None] < DV)
-        _store_rows(value, v_row[None, :] + dv[:, None] * stride_v_d, scale_at, row_held, held, FORMAT, True)
     else:
         held = row_held[:, None] & (dv[None, :] < DV)
-        _store_rows(value, v_row[:, None] + dv[None, :] * stride_v_d, scale_at, row_held, held, FORMAT, False)
+        at = v_row[:, None] + dv[None, :] * stride_v_d
+        _store_rows(value, 1.0, at, scale_at, row_held, held, FORMAT, False, FLOAT8)
+
+
+@triton.jit
+def _slots_of(slot_ptr, tokens, num_tokens, block_size, PAGE_BITS: tl.constexpr):
+    """Block and slot of each token, and whether it has one. PAGE_BITS: block_size's logarithm, -1 if it has none."""
+    slot = tl.load(slot_ptr + tokens, mask=tokens < num_tokens, other=-1)
+    held = slot >= 0
+    # Each thread divides the slots of all its rows: 32 bits, and shifts where they do, save a hundred instructions.
+    slot = tl.where(held, slot, 0).to(tl.int32)
+    if PAGE_BITS >= 0:
+        block = slot >> PAGE_BITS
+        slot = slot & ((1 << PAGE_BITS) - 1)
+    else:
+        block = slot // block_size
+        slot = slot % block_size
+    return block.to(tl.int64), slot.to(tl.int64), held
 
 
 @triton.jit
 def _write_kernel(
     key_ptr,
     value_ptr,
+    query_ptr,
     k_ptr,
     v_ptr,
     k_scale_ptr,
     v_scale_ptr,
     turn_factor_ptr,
-    signs_ptr,
+    query_out_ptr,
     slot_ptr,
     norm,
     num_tokens,
     kv_heads,
     block_size,
+    key_programs,
+    value_programs,
     stride_key_token,
     stride_key_head,
     stride_value_token,
     stride_value_head,
+    stride_query_token,
+    stride_query_head,
     stride_k_block,
     stride_k_slot,
     stride_k_head,
@@ -108,54 +131,69 @@ def _write_kernel(
     stride_vs_head,
     D: tl.constexpr,
     DV: tl.constexpr,
+    GROUP: tl.constexpr,
     KEY_FORMAT: tl.constexpr,
     VALUE_FORMAT: tl.constexpr,
-    BY_SLOT: tl.constexpr,
-    BLOCK_ROWS: tl.constexpr,
+    FLOAT8: tl.constexpr,
+    PAGE_BITS: tl.constexpr,
+    VALUE_STEP: tl.constexpr,
+    KEY_ROWS: tl.constexpr,
+    VALUE_ROWS: tl.constexpr,
+    BLOCK: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    BLOCK_C: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
+    QUERY_DOT_DTYPE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     follow(DEPENDENT)
-    program = tl.program_id(0).to(tl.int64)
-    if BY_SLOT:
-        tokens = program // kv_heads * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        heads = program % kv_heads
-    else:
-        rows = program * BLOCK_ROWS + tl.arange(0, BLOCK_ROWS)
-        tokens = rows // kv_heads
-        heads = rows % kv_heads
-    slot = tl.load(slot_ptr + tokens, mask=tokens < num_tokens, other=-1).to(tl.int64)
-    row_held = slot >= 0
-    slot = tl.where(row_held, slot, 0)
-    block = slot // block_size
-    slot = slot % block_size
-
-    d = tl.arange(0, BLOCK_D)
-    held = row_held[:, None] & (d[None, :] < D)
-    key_at = key_ptr + tokens * stride_key_token + heads * stride_key_head
-    if turn_factor_ptr is not None:
-        factor_at = turn_factor_ptr + heads * D + tl.zeros([BLOCK_ROWS], tl.int64)
-        key = turned_rows(key_at, factor_at, signs_ptr, norm, row_held, D, True, BLOCK_D, BLOCK_C, DOT_DTYPE)
-    else:
-        key = tl.load(key_at[:, None] + d[None, :], mask=held, other=0.0)
-    k_at = k_ptr + (block * stride_k_block + slot * stride_k_slot + heads * stride_k_head)[:, None]
-    ks_at = k_scale_ptr
-    if KEY_FORMAT != FLOAT:
-        ks_at = k_scale_ptr + block * stride_ks_block + slot * stride_ks_slot + heads * stride_ks_head
-    _store_rows(key, k_at + d[None, :] * stride_k_d, ks_at, row_held, held, KEY_FORMAT, False)
-
-    dv = tl.arange(0, BLOCK_DV)
-    held = row_held[:, None] & (dv[None, :] < DV)
-    value_at = value_ptr + (tokens * stride_value_token + heads * stride_value_head)[:, None] + dv[None, :]
-    value = tl.load(value_at, mask=held, other=0.0)
-    v_row = v_ptr + block * stride_v_block + slot * stride_v_slot + heads * stride_v_head
-    vs_at = v_scale_ptr
-    if VALUE_FORMAT != FLOAT:
-        vs_at = v_scale_ptr + block * stride_vs_block + slot * stride_vs_slot + heads * stride_vs_head
-    store_values(value, v_row, vs_at, row_held, stride_v_d, VALUE_FORMAT, BY_SLOT, BLOCK_ROWS, DV, BLOCK_DV)
+    program = tl.program_id(0)
+    TURNED: tl.constexpr = turn_factor_ptr is not None
+    if program < key_programs:
+        head = program % kv_heads
+        tokens = program // kv_heads * KEY_ROWS + tl.arange(0, KEY_ROWS)
+        # What is left out is loaded like the rest, so that no load waits for the slots.
+        given = tokens < num_tokens
+        d = tl.arange(0, BLOCK_D)
+        if TURNED:
+            key = turned_states(
+                key_ptr, turn_factor_ptr, head, tokens, head, given, stride_key_token, stride_key_head,
+                D, True, BLOCK, BLOCK_D, DOT_DTYPE,
+            )  # fmt: skip
+        else:
+            key_at = key_ptr + (tokens.to(tl.int64) * stride_key_token + head * stride_key_head)[:, None] + d[None, :]
+            key = tl.load(key_at, mask=given[:, None] & (d < D)[None, :], other=0.0)
+        block, slot, held = _slots_of(slot_ptr, tokens, num_tokens, block_size, PAGE_BITS)
+        k_row = k_ptr + head.to(tl.int64) * stride_k_head + block * stride_k_block + slot * stride_k_slot
+        ks_at = k_scale_ptr
+        if KEY_FORMAT != FLOAT:
+            ks_at = k_scale_ptr + head * stride_ks_head + block * stride_ks_block + slot * stride_ks_slot
+        at = k_row[:, None] + d[None, :] * stride_k_d
+        _store_rows(
+            key, norm, at, ks_at, held, held[:, None] & (d < D)[None, :], KEY_FORMAT, TURNED, FLOAT8
+        )  # fmt: skip
+    elif program < key_programs + value_programs:
+        program -= key_programs
+        head = program % kv_heads
+        tokens = program // kv_heads * VALUE_ROWS + tl.arange(0, VALUE_ROWS)
+        dv = tl.arange(0, BLOCK_DV)
+        value_at = (
+            value_ptr + (tokens.to(tl.int64) * stride_value_token + head * stride_value_head)[:, None] + dv[None, :]
+        )
+        value = tl.load(value_at, mask=(tokens < num_tokens)[:, None] & (dv < DV)[None, :], other=0.0)
+        block, slot, held = _slots_of(slot_ptr, tokens, num_tokens, block_size, PAGE_BITS)
+        v_row = v_ptr + head.to(tl.int64) * stride_v_head + block * stride_v_block + slot * stride_v_slot
+        vs_at = v_scale_ptr
+        if VALUE_FORMAT != FLOAT:
+            vs_at = v_scale_ptr + head * stride_vs_head + block * stride_vs_block + slot * stride_vs_slot
+        step = VALUE_STEP if VALUE_STEP else stride_v_d
+        store_values(value, v_row, vs_at, held, step, VALUE_FORMAT, FLOAT8, VALUE_ROWS, DV, BLOCK_DV)
+    elif query_ptr is not None:
+        rotate_tile(
+            query_ptr, turn_factor_ptr, query_out_ptr, program - key_programs - value_programs, num_tokens, kv_heads,
+            norm, stride_query_token, stride_query_head,
+            GROUP, D, False, KEY_ROWS, BLOCK, BLOCK_D, QUERY_DOT_DTYPE,
+        )  # fmt: skip
 
 
 def write_kv(
@@ -168,7 +206,9 @@ def write_kv(
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
     turn_factor: torch.Tensor | None = None,
-) -> None:
+    query: torch.Tensor | None = None,
+    plan: WritePlan | None = None,
+) -> torch.Tensor | None:
     """Write N new tokens into the pools, in place and in one launch; `reference_write_kv` is its specification.
 
     Args:
@@ -181,56 +221,75 @@ def write_kv(
         k_scale, v_scale: float32 [num_blocks, block_size, Hkv], written for 8-bit pools. A token of zeros gets a scale
             that decodes to zeros. v_scale of int4: float16 [num_blocks, block_size, Hkv, 2, groups], as in int4.py.
         turn_factor: float32 [Hkv, D], contiguous: keys are stored turned (kernels/rotate.py), divided by it first.
+        query: [N, Hq, D], as key; Hq a multiple of Hkv. With turn_factor only.
+        plan: the launch choice, `plan_write`'s where None.
+
+    Returns:
+        The query turned to meet the keys, contiguous, of its dtype, as `rotate_heads` does: every token's, whether it
+        has a slot or not. None without a query.
 
     Raises:
         ValueError: a shape, dtype or stride other than the above, named with its value.
     """
-    check_write(key, value, k_pool, v_pool, slot_mapping, k_scale, v_scale, turn_factor)
+    check_write(key, value, k_pool, v_pool, slot_mapping, k_scale, v_scale, turn_factor, query)
     tokens, kv_heads, head_dim = key.shape
+    block_size = k_pool.shape[1]
+    turned_query = None if query is None else torch.empty_like(query, memory_format=torch.contiguous_format)
     if tokens == 0:
-        return
+        return turned_query
     by_slot = v_pool.stride(1) == 1 and v_pool.stride(3) != 1
-    plan = plan_write(
-        rows=tokens * kv_heads, head_dim=max(head_dim, value.shape[-1]), device=key.device,
-        values_by_slot=by_slot, turned=turn_factor is not None,
+    group = 1 if query is None else query.shape[1] // kv_heads
+    plan = plan or plan_write(
+        tokens=tokens, kv_heads=kv_heads, head_dim=max(head_dim, value.shape[-1]), dtype=key.dtype, device=key.device,
+        values_by_slot=by_slot, turned=turn_factor is not None, group=group,
     )  # fmt: skip
-    turn = turn_arguments(head_dim, key.dtype, key.device) if turn_factor is not None else None
-    programs = (
-        triton.cdiv(tokens, plan.block_rows) * kv_heads if by_slot else triton.cdiv(tokens * kv_heads, plan.block_rows)
-    )
+    key_programs = triton.cdiv(tokens, plan.key_rows) * kv_heads
+    value_programs = triton.cdiv(tokens, plan.value_rows) * kv_heads
+    query_programs = 0 if query is None else triton.cdiv(tokens * group, plan.key_rows) * kv_heads
     k_bytes, v_bytes = pool_bytes(k_pool), pool_bytes(v_pool)
-    _write_kernel[(programs,)](
+    turn = turn_options(head_dim, key.dtype)
+    if turn_factor is None:
+        turn["BLOCK_D"] = triton.next_power_of_2(head_dim)
+    _write_kernel[(key_programs + value_programs + query_programs,)](
         key,
         value,
+        query,
         k_bytes,
         v_bytes,
         k_scale,
         v_scale,
         turn_factor,
-        turn.signs if turn else None,
+        turned_query,
         slot_mapping,
-        turn.norm if turn else 1.0,
+        hadamard_block(head_dim) ** -0.5,
         tokens,
         kv_heads,
-        k_pool.shape[1],
+        block_size,
+        key_programs,
+        value_programs,
         key.stride(0),
         key.stride(1),
         value.stride(0),
         value.stride(1),
+        *strides_or_zeros(query, 3)[:2],
         *k_bytes.stride(),
         *v_bytes.stride(),
         *strides_or_zeros(k_scale, 3),
         *strides_or_zeros(v_scale, 3)[:3],
         D=head_dim,
         DV=value.shape[-1],
+        GROUP=group,
         KEY_FORMAT=pool_format(k_pool.dtype).value,
         VALUE_FORMAT=pool_format(v_pool.dtype).value,
-        BY_SLOT=by_slot,
-        BLOCK_ROWS=plan.block_rows,
-        BLOCK_D=triton.next_power_of_2(head_dim),
+        FLOAT8=gpu_of(key.device).float8,
+        PAGE_BITS=block_size.bit_length() - 1 if block_size & (block_size - 1) == 0 else -1,
+        VALUE_STEP=v_pool.stride(3) if v_pool.stride(3) == block_size else 0,
+        KEY_ROWS=plan.key_rows,
+        VALUE_ROWS=plan.value_rows,
         BLOCK_DV=triton.next_power_of_2(value.shape[-1]),
-        BLOCK_C=turn.channels if turn else 16,
-        DOT_DTYPE=turn.dot_dtype if turn else tl.float32,
+        QUERY_DOT_DTYPE=turn_options(head_dim, key.dtype if query is None else query.dtype)["DOT_DTYPE"],
         num_warps=plan.num_warps,
+        **turn,
         **dependent_launch(key.device),
     )
+    return turned_query

@@ -1,5 +1,6 @@
 import pytest
 import torch
+import triton
 
 from hf_paged_attention.kernels.checks import AttentionShape
 from hf_paged_attention.kernels.launch import (
@@ -7,6 +8,7 @@ from hf_paged_attention.kernels.launch import (
     UNIFIED,
     Gpu,
     plan_decode,
+    plan_turn,
     plan_unified,
     plan_write,
     regime,
@@ -72,10 +74,27 @@ def test_decode_splits_fill_the_gpu_at_batch_one():
     assert plan.programs * 8 >= HOPPER.sms
 
 
-def test_a_decode_step_writes_few_rows_a_program():
-    few = plan_write(rows=64 * 8, head_dim=128, device=torch.device("cpu"), gpu=HOPPER)
-    many = plan_write(rows=8192 * 8, head_dim=128, device=torch.device("cpu"), gpu=HOPPER)
-    assert few.block_rows < many.block_rows
+@pytest.mark.parametrize("turned", [False, True])
+def test_a_decode_step_writes_few_rows_a_program(turned):
+    call = {"kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16, "device": torch.device("cpu"), "gpu": HOPPER}
+    few, many = (plan_write(tokens=n, **call, values_by_slot=True, turned=turned) for n in (64, 8192))
+    assert few.key_rows < many.key_rows
+    assert few.value_rows < many.value_rows
+
+
+@pytest.mark.parametrize("gpu", [HOPPER, ADA, UNKNOWN])
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("head_dim", [8, 16, 24, 64, 80, 128, 192, 256, 512])
+@pytest.mark.parametrize("tokens", [1, 64, 8192])
+def test_a_turned_tile_fills_the_tensor_cores_and_its_sums_stay_in_a_thread(gpu, dtype, head_dim, tokens):
+    plan = plan_turn(rows=tokens * 32, head_dim=head_dim, dtype=dtype, device=torch.device("cpu"), gpu=gpu)
+    assert plan.rows * max(1, triton.next_power_of_2(head_dim) // 16) >= 16
+    assert plan.rows >= 16 * plan.num_warps or plan.num_warps == 1
+    write = plan_write(
+        tokens=tokens, kv_heads=8, head_dim=head_dim, dtype=dtype, device=torch.device("cpu"), values_by_slot=True,
+        turned=True, group=4, gpu=gpu,
+    )  # fmt: skip
+    assert (write.key_rows, write.num_warps) == (plan.rows, plan.num_warps)
 
 
 @pytest.mark.parametrize("table", [DECODE, UNIFIED])
