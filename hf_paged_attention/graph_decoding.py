@@ -257,7 +257,7 @@ class _Run:
         """Steps until all rows finish or `remaining` are done; returns how many ran."""
         longest = max(self.cache.sequences.lengths) + remaining
         step.prepare(self.cache, longest, (self.tokens.serial, model_state(self.model)))
-        forward = self.decoder.forward.get(self.model)
+        forward = self.decoder.forward.get(self.model, self.rows)
 
         def work() -> None:
             step.state.advance()

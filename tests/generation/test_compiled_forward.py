@@ -10,6 +10,7 @@ from transformers import CompileConfig
 
 import hf_paged_attention
 from hf_paged_attention import PagedCache, captured_step, log
+from hf_paged_attention.compiled_forward import TUNED, CompiledForward
 from tests.families.models import build, prompts
 
 NEW = {"max_new_tokens": 12, "do_sample": False}
@@ -65,6 +66,21 @@ def test_any_number_of_batch_sizes_each_compiled_once():
         for rows in range(1, 12):
             model.generate(**prompts(*[9] * rows), do_sample=False, max_new_tokens=3, compile_config=config())
     assert graphs() - before == 11
+
+
+def test_matrices_meet_one_row_in_kernels_that_are_tuned(monkeypatch):
+    asked = []
+    monkeypatch.setattr(torch, "compile", lambda function, **options: asked.append(options) or function)
+    forward, model = CompiledForward(), build("Llama", num_hidden_layers=1)
+    forward.get(model, 1)
+    forward.get(model, 2)
+    forward.get(model, 1, CompileConfig())  # generate's own, whose mode captures
+    for chosen in (CompileConfig(mode="max-autotune"), CompileConfig(options={"shape_padding": True}), config()):
+        forward.get(model, 1, chosen)
+    assert [options.get("options") for options in asked] == [
+        TUNED, None, TUNED, None, {"shape_padding": True}, None
+    ]  # fmt: skip
+    assert all(options.get("mode") is None or options.get("options") is None for options in asked)
 
 
 def test_inductor_gives_the_tokens_too():
