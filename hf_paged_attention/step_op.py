@@ -10,6 +10,7 @@ import torch
 
 from .backends import select
 from .cache.storage import views
+from .cache.writing import write_beside
 from .types import AttentionSpec, BatchMetadata, TailBatch
 
 
@@ -67,13 +68,13 @@ def decode_step(
         tail=tail,
     )
     chosen = select(query, kv, spec, backend)
-    key, value = key.squeeze(2), value.squeeze(2)
+    query, key, value = query.squeeze(2), key.squeeze(2), value.squeeze(2)
     if tail is None:
-        chosen.write(key, value, kv, slots)
+        query, kv = write_beside(chosen, query, key, value, kv, slots)
     else:
         chosen.write(key, value, kv.tail, tail_slots)
         chosen.seal(key, value, kv, batch)
-    return chosen.attend(query.squeeze(2), kv, batch, spec).unsqueeze(1)
+    return chosen.attend(query, kv, batch, spec).unsqueeze(1)
 
 
 @decode_step.register_fake

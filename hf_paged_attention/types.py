@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import torch
 
@@ -68,6 +69,11 @@ class PagedKV:
     turn_factor: torch.Tensor | None = None
     # Where keys are int4: pools of another block table, with the tokens that are not encoded yet.
     tail: PagedKV | None = None
+
+    @cached_property
+    def met(self) -> PagedKV:
+        """These pages for queries that are turned already."""
+        return replace(self, turn_factor=None)
 
     @property
     def value_dim(self) -> int:

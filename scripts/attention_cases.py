@@ -8,7 +8,7 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from hf_paged_attention.kernels import decode_attention, reference_rotate_heads, unified_attention
+from hf_paged_attention.kernels import decode_attention, unified_attention
 
 FORMATS = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
 # Relative to float64 on the same stored values, in the 2-norm: a bfloat16 output and bfloat16 probabilities.
@@ -218,10 +218,6 @@ def make_case(spec: Spec, device: torch.device, *, layers: int = 1, empty: bool 
         "softcap": spec.softcap,
         "sinks": torch.randn(sizes.query_heads, generator=generator, device=device) if spec.sinks else None,
     }
-    if spec.decode and dtype is not None:
-        # A cache's keys are turned, and decode turns its query on the way; prefill's comes turned.
-        powers = torch.randint(-2, 3, (sizes.kv_heads, sizes.head_dim), generator=generator, device=device)
-        case.shared["turn_factor"] = torch.exp2(powers.float())
     return case
 
 
@@ -262,8 +258,6 @@ def error_of(case: Case, layer: int, *, requests: int = 3, rows: int = 12) -> tu
             v = _entries(case.v[layer], case.v_scale[layer], blocks, context, head)
             heads = slice(head * sizes.group, (head + 1) * sizes.group)
             q = case.query[layer][first + picked, heads].double()
-            if "turn_factor" in shared:
-                q = reference_rotate_heads(q, shared["turn_factor"][head : head + 1].double(), divide=False)
             logits = torch.einsum("tgd,sd->gts", q, k) * shared["scale"]
             if spec.softcap:
                 logits = spec.softcap * torch.tanh(logits / spec.softcap)

@@ -1,4 +1,4 @@
-"""What a backend is: a name, what it can run, and the two operations of the path."""
+"""What a backend is: a name, what it can run, and the operations of the path."""
 
 from __future__ import annotations
 
@@ -22,6 +22,11 @@ class Backend(Protocol):
 
     def write(self, key: torch.Tensor, value: torch.Tensor, kv: PagedKV, slot_mapping: torch.Tensor) -> None:
         """Store keys `[N, Hkv, D]` and values `[N, Hkv, Dv]` in slots `[N]`, encoding them on the way."""
+
+    def write_turning(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: PagedKV, slot_mapping: torch.Tensor
+    ) -> torch.Tensor:
+        """Optional. `write` where `kv.turn_factor` is set, and in the same launch the queries `[N, Hq, D]` turned."""
 
     def seal(self, key: torch.Tensor, value: torch.Tensor, kv: PagedKV, batch: BatchMetadata) -> None:
         """int4 keys: encode the blocks that `batch.tail` names, from `kv.tail` and the new tokens `[N, Hkv, D]`."""

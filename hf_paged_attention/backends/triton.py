@@ -39,9 +39,12 @@ class TritonBackend:
         return None
 
     def write(self, key: torch.Tensor, value: torch.Tensor, kv: PagedKV, slot_mapping: torch.Tensor) -> None:
+        self.write_turning(None, key, value, kv, slot_mapping)
+
+    def write_turning(self, query, key, value, kv: PagedKV, slot_mapping: torch.Tensor) -> torch.Tensor:
         from ..kernels import write_kv
 
-        write_kv(
+        return write_kv(
             key,
             value,
             kv.k_pool,
@@ -50,6 +53,7 @@ class TritonBackend:
             k_scale=kv.k_scale,
             v_scale=kv.v_scale,
             turn_factor=kv.turn_factor,
+            query=query,
         )
 
     def seal(self, key: torch.Tensor, value: torch.Tensor, kv: PagedKV, batch: BatchMetadata) -> None:
@@ -96,9 +100,9 @@ class TritonBackend:
                 "tail_table": batch.tail.block_table,
                 "sealed_lens": batch.tail.sealed_lens,
             }
-        if batch.max_query_len == 1 and query.shape[0] == batch.seq_lens.shape[0]:
-            return decode_attention(query, kv.k_pool, kv.v_pool, turn_factor=kv.turn_factor, **arguments)
         if kv.turn_factor is not None:
-            # Apart from the kernel: there a query in registers keeps the tensor cores waiting (docs/performance.md).
+            # Another layer wrote these keys, else the queries would have been turned beside them.
             query = rotate_heads(query, kv.turn_factor, divide=False)
+        if batch.max_query_len == 1 and query.shape[0] == batch.seq_lens.shape[0]:
+            return decode_attention(query, kv.k_pool, kv.v_pool, **arguments)
         return unified_attention(query, kv.k_pool, kv.v_pool, **arguments)

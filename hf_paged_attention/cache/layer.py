@@ -17,6 +17,7 @@ from .sequences import Sequences
 from .storage import Memory, Storage
 from .table import BlockTable
 from .tail import Unsealed
+from .writing import write_beside
 
 # Which layer's keys the code that is being traced holds. A compiler follows a thread's own variable, not an attribute
 # of a tensor; outside of tracing nothing reads it.
@@ -156,10 +157,14 @@ class PagedLayer(CacheLayerMixin):
             self._arrived = None
             raise
 
-    def store(self, key: torch.Tensor, value: torch.Tensor, step: ForwardPass, batch: BatchMetadata, backend) -> None:
+    def store(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, step: ForwardPass, batch: BatchMetadata,
+        backend,
+    ) -> tuple[torch.Tensor, PagedKV]:  # fmt: skip
         """Let the backend write the real tokens' keys `[N, Hkv, D]` and values `[N, Hkv, Dv]`.
 
-        They go into their slots, or into the tail and the blocks that they complete.
+        They go into their slots, or into the tail and the blocks that they complete. Returns what is to attend: the
+        queries `[N, Hq, D]`, and the pages as these meet them.
         """
         self._arrived = None
         self.sequences.awaited = None
@@ -173,9 +178,11 @@ class PagedLayer(CacheLayerMixin):
                 self._encode_anew(previous)
         if self.format.needs_tail:
             self._store_in_tail(key, value, step, batch, backend)
-        elif key.shape[0]:
-            backend.write(key, value, self.storage.kv(), batch.slot_mapping)
+        kv = self.storage.kv()
+        if key.shape[0] and not self.format.needs_tail:
+            query, kv = write_beside(backend, query, key, value, kv, batch.slot_mapping)
         self.sequences.leave(self.index)
+        return query, kv
 
     def _store_in_tail(self, key, value, step: ForwardPass, batch: BatchMetadata, backend) -> None:
         self.storage.ensure_tail(self.sequences.tail.pool.capacity)

@@ -10,14 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
-from .checks import check_attention, check_turn_factor, strides_or_zeros
+from .checks import check_attention, strides_or_zeros
 from .convert import ASSEMBLY, FLOAT, dot_dtypes, pool_bytes, pool_factor, pool_format
 from .counters import take_counters
 from .dependent import dependent_launch, follow
 from .launch import DecodePlan, plan_decode
 from .merge import merge_partials
 from .pool_descriptors import pool_matrix
-from .rotate import turn_arguments, turned_rows
 from .softmax import LN_2, LOG2_E, attend_tiles
 from .transposed import attend_tiles_transposed, query_columns
 
@@ -88,8 +87,6 @@ def _decode_kernel(
     v_ptr,
     k_scale_ptr,
     v_scale_ptr,
-    turn_factor_ptr,
-    signs_ptr,
     sinks_ptr,
     out_ptr,
     lse_ptr,
@@ -103,7 +100,6 @@ def _decode_kernel(
     num_requests,
     split_programs,
     min_tiles,
-    norm,
     scale,
     softcap,
     out_factor,
@@ -167,10 +163,8 @@ def _decode_kernel(
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
     BLOCK_DV: tl.constexpr,
-    BLOCK_C: tl.constexpr,
     BLOCK_S: tl.constexpr,
     TEAM: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
     KEY_DTYPE: tl.constexpr,
     VALUE_DTYPE: tl.constexpr,
     DEPENDENT: tl.constexpr,
@@ -214,11 +208,7 @@ def _decode_kernel(
         if tl.load(query_start_ptr + request + 1) <= token:
             return
     q_at = query_ptr + token * stride_q_token + heads * stride_q_head
-    if turn_factor_ptr is not None:
-        factor_at = turn_factor_ptr + kv_head * D + tl.zeros([BLOCK_M], tl.int32)
-        q = turned_rows(q_at, factor_at, signs_ptr, norm, row_held, D, False, BLOCK_D, BLOCK_C, DOT_DTYPE)
-    else:
-        q = tl.load(q_at[:, None] + d[None, :], mask=row_held[:, None] & (d[None, :] < D), other=0.0)
+    q = tl.load(q_at[:, None] + d[None, :], mask=row_held[:, None] & (d[None, :] < D), other=0.0)
     if NEGATED:
         q = -q
     if BYTES:
@@ -509,7 +499,6 @@ def decode_attention(
     sinks: torch.Tensor | None = None,
     k_scale: torch.Tensor | None = None,
     v_scale: torch.Tensor | None = None,
-    turn_factor: torch.Tensor | None = None,
     kv_start: torch.Tensor | None = None,
     k_tail: torch.Tensor | None = None,
     v_tail: torch.Tensor | None = None,
@@ -520,9 +509,6 @@ def decode_attention(
     plan: DecodePlan | None = None,
 ) -> torch.Tensor:
     """Attention of at most one query token a request; arguments, result and errors as in `unified_attention`.
-
-    turn_factor [Hkv, D], float32 and contiguous: the keys were stored turned by it (kernels/rotate.py), and the query
-    is turned on the way.
 
     query_start_loc None means that token r belongs to request r. The splits follow each request's length on the device:
     the host reads nothing, so a captured CUDA graph stays right as lengths grow, as long as the addresses hold.
@@ -554,10 +540,6 @@ def decode_attention(
         v_matrix = pool_matrix(v_elements, keys=plan.block_n, channels=block_dv)
     key_factor, out_factor = (1.0, 1.0) if as_bytes else (pool_factor(k_pool.dtype), pool_factor(v_pool.dtype))
     key_dtype, value_dtype = dot_dtypes(query.dtype, v_pool.dtype)
-    turn = None
-    if turn_factor is not None:
-        check_turn_factor(turn_factor, shape.kv_heads, shape.head_dim)
-        turn = turn_arguments(shape.head_dim, query.dtype, query.device)
     programs = plan.programs + shape.requests
     partial_out = query.new_empty(programs, shape.query_heads, shape.value_dim, dtype=torch.float32)
     partial_lse = query.new_empty(programs, shape.query_heads, dtype=torch.float32)
@@ -567,8 +549,6 @@ def decode_attention(
         v_elements,
         k_scale,
         v_scale,
-        turn_factor,
-        turn.signs if turn else None,
         sinks,
         out,
         lse,
@@ -582,7 +562,6 @@ def decode_attention(
         shape.requests,
         plan.programs,
         plan.min_tiles,
-        turn.norm if turn else 1.0,
         abs(scale) * key_factor * (1.0 if softcap else LOG2_E.value),
         softcap,
         out_factor,
@@ -629,10 +608,8 @@ def decode_attention(
         BLOCK_N=plan.block_n,
         BLOCK_D=block_d,
         BLOCK_DV=block_dv,
-        BLOCK_C=turn.channels if turn else 16,
         BLOCK_S=plan.merge_splits,
         TEAM=plan.team,
-        DOT_DTYPE=turn.dot_dtype if turn else tl.float32,
         KEY_DTYPE=key_dtype,
         VALUE_DTYPE=value_dtype,
         num_warps=plan.num_warps,

@@ -4,8 +4,7 @@
 
 states [N, H, D], factor f [Hkv, D] of powers of two with one row a KV head, H [D, D] a Hadamard matrix on blocks of
 the largest power of two that divides D. Grid: tiles of ROWS (token, head) rows of one KV head, times the KV heads.
-`write_kv` turns its keys, and the queries that will meet them, on the way. `turned_rows` serves the kernel that attends
-with one query.
+`write_kv` turns its keys, and the queries that will meet them, on the way; `rotate_heads` is for queries that come alone.
 
 H spreads an outlier channel over its block, as QuaRot does (arXiv:2404.00456, section 4); f makes channels alike
 before. With factors that are powers of two and a matrix of ±1 the products are exact in bf16, so turning keys adds no
@@ -13,7 +12,6 @@ rounding of its own.
 """
 
 import functools
-from dataclasses import dataclass
 
 import torch
 import triton
@@ -52,49 +50,6 @@ def unrotate_heads(turned: torch.Tensor, factor: torch.Tensor) -> torch.Tensor:
     dim = turned.shape[-1]
     signs = hadamard_signs(dim, turned.dtype, turned.device)
     return turned @ signs / hadamard_block(dim) ** 0.5 * factor
-
-
-@triton.jit
-def turned_rows(
-    states_at,
-    factor_at,
-    signs_ptr,
-    norm,
-    row_held,
-    D: tl.constexpr,
-    DIVIDE: tl.constexpr,
-    BLOCK_D: tl.constexpr,
-    BLOCK_C: tl.constexpr,
-    DOT_DTYPE: tl.constexpr,
-):
-    """float32 [rows, BLOCK_D]: the rows at states_at [rows], turned by those at factor_at [rows]; 0 past D.
-
-    BLOCK_C channels of the states at a time, so that the matrix of a large head passes through shared memory in parts.
-    Fewer rows than the 16 of a tensor core's tile are filled up with zeros, which are summed away again.
-    """
-    ROWS: tl.constexpr = row_held.shape[0]
-    FILLED: tl.constexpr = 16 // ROWS if ROWS < 16 else 1
-    columns = tl.arange(0, BLOCK_D)
-    out = tl.zeros([ROWS * FILLED, BLOCK_D], tl.float32)
-    for start in tl.static_range(0, BLOCK_D, BLOCK_C):
-        d = start + tl.arange(0, BLOCK_C)
-        held = row_held[:, None] & (d < D)[None, :]
-        x = tl.load(states_at[:, None] + d[None, :], mask=held, other=0.0).to(tl.float32)
-        f = tl.load(factor_at[:, None] + d[None, :], mask=held, other=1.0)
-        if DIVIDE:
-            # The reciprocal of a power of two, exactly: its exponent the other way round.
-            f = (0x7F000000 - f.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
-        x *= f
-        if FILLED > 1:
-            first = tl.arange(0, FILLED)[:, None, None] == 0
-            x = tl.reshape(tl.where(first, x[None, :, :], 0.0), [ROWS * FILLED, BLOCK_C])
-        x = x.to(DOT_DTYPE)
-        signs_held = (d < D)[:, None] & (columns < D)[None, :]
-        signs = tl.load(signs_ptr + d[:, None] * D + columns[None, :], mask=signs_held, other=0.0).to(DOT_DTYPE)
-        out = tl.dot(x, signs, out, input_precision="tf32x3")
-    if FILLED > 1:
-        out = tl.sum(tl.reshape(out, [FILLED, ROWS, BLOCK_D]), 0)
-    return out * norm
 
 
 @triton.jit
@@ -219,28 +174,6 @@ def _rotate_kernel(
         states_ptr, factor_ptr, out_ptr, tl.program_id(0), num_tokens, kv_heads, norm, stride_token, stride_head,
         GROUP, D, DIVIDE, ROWS, BLOCK, BLOCK_D, DOT_DTYPE,
     )  # fmt: skip
-
-
-@dataclass(frozen=True)
-class TurnArguments:
-    """What `turned_rows` needs beside the states, for heads of `dim` channels."""
-
-    signs: torch.Tensor
-    norm: float
-    channels: int  # BLOCK_C
-    dot_dtype: tl.dtype
-
-
-@functools.cache
-def turn_arguments(dim: int, dtype: torch.dtype, device: torch.device) -> TurnArguments:
-    """For states of `dtype`. Products of 16-bit states, power-of-two factors and signs are exact in their own type."""
-    interpreted = triton.knobs.runtime.interpret  # whose dot knows no 16-bit floats
-    dot_dtype = torch.float32 if interpreted else dtype
-    known = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
-    channels = min(64, max(16, triton.next_power_of_2(dim)))
-    return TurnArguments(
-        hadamard_signs(dim, dot_dtype, device), hadamard_block(dim) ** -0.5, channels, known[dot_dtype]
-    )
 
 
 def turn_options(dim: int, dtype: torch.dtype) -> dict[str, object]:

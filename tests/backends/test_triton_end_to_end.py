@@ -10,9 +10,11 @@ import pytest
 import torch
 import triton
 
-from hf_paged_attention import PagedCache
+from hf_paged_attention import PagedCache, kernels
 from hf_paged_attention.attention import NAME
-from hf_paged_attention.kernels import decode_keys
+from hf_paged_attention.backends import get_backend
+from hf_paged_attention.kernels import decode_keys, rotate_heads
+from hf_paged_attention.types import AttentionSpec, BatchMetadata
 from tests.families.models import build, prompts
 
 DEVICE = "cuda" if torch.cuda.is_available() else "cpu"
@@ -76,6 +78,36 @@ def test_a_format_gives_what_the_reference_gives(kv_dtype):
             step = model(inputs["input_ids"][:, -1:], attention_mask=mask, past_key_values=cache).logits[:, -1]
         logits[backend] = torch.stack([prompt, step])
     torch.testing.assert_close(logits["triton"], logits["reference"], atol=6e-2, rtol=6e-2)
+
+
+def test_queries_are_turned_where_their_keys_are_written(monkeypatch):
+    """No launch of its own: only layers that read another layer's keys need one."""
+    turned = []
+
+    def counted(query, *arguments, **options):
+        turned.append(query.shape)
+        return rotate_heads(query, *arguments, **options)
+
+    monkeypatch.setattr(kernels, "rotate_heads", counted)
+    model, inputs = on_device("Llama")
+    model.set_attn_implementation(NAME)
+    model.generate(**inputs, past_key_values=PagedCache(model.config, backend="triton", kv_dtype="int8"), **NEW)
+    assert not turned
+    layer = PagedCache(model.config, backend="triton", kv_dtype="int8")
+    with torch.no_grad():
+        model(**inputs, past_key_values=layer)
+    kv = layer.layers[0].kv()
+    assert kv.turn_factor is not None
+    assert kv.met.turn_factor is None
+    query = torch.randn(1, model.config.num_attention_heads, kv.k_pool.shape[-1], device=DEVICE)
+    rows = {name: torch.tensor(value, dtype=torch.int32, device=DEVICE) for name, value in
+            {"query_start_loc": [0, 1], "seq_lens": [3], "block_table": [[0]]}.items()}  # fmt: skip
+    batch = BatchMetadata(**rows, slot_mapping=None, max_query_len=1, max_seq_len=3, block_size=kv.k_pool.shape[1])
+    spec, backend = AttentionSpec(0.3), get_backend("triton")
+    alone = backend.attend(query, kv, batch, spec)
+    assert turned == [query.shape]
+    met = backend.attend(rotate_heads(query, kv.turn_factor, divide=False), kv.met, batch, spec)
+    assert torch.equal(alone, met)
 
 
 @pytest.mark.parametrize("kv_dtype", ["int4", ("int4", "int8"), ("int8", "int4")])

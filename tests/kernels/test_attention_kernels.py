@@ -1,5 +1,4 @@
 import math
-from dataclasses import replace
 
 import pytest
 import torch
@@ -8,7 +7,6 @@ from paged_batches import DEVICE, make_batch
 from hf_paged_attention.kernels import (
     decode_attention,
     reference_attention,
-    reference_rotate_heads,
     unified_attention,
 )
 from hf_paged_attention.kernels.launch import FEWEST_BYTES, DecodePlan, UnifiedPlan
@@ -339,21 +337,6 @@ def test_prefill_through_descriptors(block_size, pool_dtype, transposed):
             group=3, pool_dtype=pool_dtype, block_size=block_size, transposed_values=transposed, **options,
         )  # fmt: skip
         batch.check(unified_attention, plan=UnifiedPlan(16, 16, 4, 2, True))
-
-
-@pytest.mark.parametrize("pool_dtype", EIGHT_BIT, ids=str)
-@pytest.mark.parametrize(("group", "head_dim"), [(1, 64), (3, 80), (4, 128), (6, 256), (9, 128)])
-def test_the_query_is_turned_on_the_way(pool_dtype, group, head_dim):
-    batch = make_batch(
-        [300, 17], group=group, head_dim=head_dim, pool_dtype=pool_dtype, block_size=128, transposed_values=True
-    )
-    g = torch.Generator().manual_seed(1)
-    factor = torch.exp2(torch.randint(-2, 3, (2, head_dim), generator=g).float()).to(batch.query.device)
-    for products in ("rows", "bytes"):
-        plan = DecodePlan(128, 4, 2, 4, 1, products=products, pieces=3)
-        out, _ = batch.run(decode_attention, turn_factor=factor, plan=plan)
-        turned = replace(batch, query=reference_rotate_heads(batch.query.double(), factor.double(), divide=False))
-        torch.testing.assert_close(out.double(), turned.expected()[0], atol=2e-3, rtol=2e-3)
 
 
 class TestDecodeSplits:
