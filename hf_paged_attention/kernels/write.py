@@ -105,7 +105,6 @@ def _write_kernel(
     slot_ptr,
     norm,
     num_tokens,
-    kv_heads,
     block_size,
     key_programs,
     value_programs,
@@ -131,6 +130,7 @@ def _write_kernel(
     stride_vs_head,
     D: tl.constexpr,
     DV: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_FORMAT: tl.constexpr,
     VALUE_FORMAT: tl.constexpr,
@@ -150,9 +150,10 @@ def _write_kernel(
     program = tl.program_id(0)
     TURNED: tl.constexpr = turn_factor_ptr is not None
     if program < key_programs:
-        head = program % kv_heads
-        tokens = program // kv_heads * KEY_ROWS + tl.arange(0, KEY_ROWS)
-        # What is left out is loaded like the rest, so that no load waits for the slots.
+        head = program % KV_HEADS
+        tokens = program // KV_HEADS * KEY_ROWS + tl.arange(0, KEY_ROWS)
+        # What is left out is loaded like the rest, so that no load waits for the slots, nor they for a barrier.
+        block, slot, held = _slots_of(slot_ptr, tokens, num_tokens, block_size, PAGE_BITS)
         given = tokens < num_tokens
         d = tl.arange(0, BLOCK_D)
         if TURNED:
@@ -163,7 +164,6 @@ def _write_kernel(
         else:
             key_at = key_ptr + (tokens.to(tl.int64) * stride_key_token + head * stride_key_head)[:, None] + d[None, :]
             key = tl.load(key_at, mask=given[:, None] & (d < D)[None, :], other=0.0)
-        block, slot, held = _slots_of(slot_ptr, tokens, num_tokens, block_size, PAGE_BITS)
         k_row = k_ptr + head.to(tl.int64) * stride_k_head + block * stride_k_block + slot * stride_k_slot
         ks_at = k_scale_ptr
         if KEY_FORMAT != FLOAT:
@@ -174,14 +174,14 @@ def _write_kernel(
         )  # fmt: skip
     elif program < key_programs + value_programs:
         program -= key_programs
-        head = program % kv_heads
-        tokens = program // kv_heads * VALUE_ROWS + tl.arange(0, VALUE_ROWS)
+        head = program % KV_HEADS
+        tokens = program // KV_HEADS * VALUE_ROWS + tl.arange(0, VALUE_ROWS)
+        block, slot, held = _slots_of(slot_ptr, tokens, num_tokens, block_size, PAGE_BITS)
         dv = tl.arange(0, BLOCK_DV)
         value_at = (
             value_ptr + (tokens.to(tl.int64) * stride_value_token + head * stride_value_head)[:, None] + dv[None, :]
         )
         value = tl.load(value_at, mask=(tokens < num_tokens)[:, None] & (dv < DV)[None, :], other=0.0)
-        block, slot, held = _slots_of(slot_ptr, tokens, num_tokens, block_size, PAGE_BITS)
         v_row = v_ptr + head.to(tl.int64) * stride_v_head + block * stride_v_block + slot * stride_v_slot
         vs_at = v_scale_ptr
         if VALUE_FORMAT != FLOAT:
@@ -190,9 +190,9 @@ def _write_kernel(
         store_values(value, v_row, vs_at, held, step, VALUE_FORMAT, FLOAT8, VALUE_ROWS, DV, BLOCK_DV)
     elif query_ptr is not None:
         rotate_tile(
-            query_ptr, turn_factor_ptr, query_out_ptr, program - key_programs - value_programs, num_tokens, kv_heads,
-            norm, stride_query_token, stride_query_head,
-            GROUP, D, False, KEY_ROWS, BLOCK, BLOCK_D, QUERY_DOT_DTYPE,
+            query_ptr, turn_factor_ptr, query_out_ptr, program - key_programs - value_programs, num_tokens, norm,
+            stride_query_token, stride_query_head,
+            KV_HEADS, GROUP, D, False, KEY_ROWS, BLOCK, BLOCK_D, QUERY_DOT_DTYPE,
         )  # fmt: skip
 
 
@@ -263,7 +263,6 @@ def write_kv(
         slot_mapping,
         hadamard_block(head_dim) ** -0.5,
         tokens,
-        kv_heads,
         block_size,
         key_programs,
         value_programs,
@@ -278,6 +277,7 @@ def write_kv(
         *strides_or_zeros(v_scale, 3)[:3],
         D=head_dim,
         DV=value.shape[-1],
+        KV_HEADS=kv_heads,
         GROUP=group,
         KEY_FORMAT=pool_format(k_pool.dtype).value,
         VALUE_FORMAT=pool_format(v_pool.dtype).value,
