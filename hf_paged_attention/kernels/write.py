@@ -29,6 +29,7 @@ def _store_rows(
     held,
     FORMAT: tl.constexpr,
     TURNED: tl.constexpr,
+    BY_SLOT: tl.constexpr,
     FLOAT8: tl.constexpr,
 ):
     """Rows x [ROWS, D], times norm if TURNED, to pool_at."""
@@ -49,6 +50,13 @@ def _store_rows(
             x = quotient(x, scale)
         code = encode(x, FORMAT, FLOAT8)
         tl.store(scale_at, scale, mask=row_held)
+    if BY_SLOT:
+        # In one dimension neighbouring threads store neighbouring rows; of two, Triton 3.6 takes the first for that
+        # and 3.9 the last, as it cannot see that the slots follow one another.
+        elements: tl.constexpr = x.shape[0] * x.shape[1]
+        pool_at = tl.reshape(tl.trans(pool_at), [elements])
+        held = tl.reshape(tl.trans(held), [elements])
+        code = tl.reshape(tl.trans(code), [elements])
     tl.store(pool_at, code, mask=held)
 
 
@@ -60,6 +68,7 @@ def store_values(
     row_held,
     stride_v_d,
     FORMAT: tl.constexpr,
+    BY_SLOT: tl.constexpr,
     FLOAT8: tl.constexpr,
     ROWS: tl.constexpr,
     DV: tl.constexpr,
@@ -72,7 +81,7 @@ def store_values(
     else:
         held = row_held[:, None] & (dv[None, :] < DV)
         at = v_row[:, None] + dv[None, :] * stride_v_d
-        _store_rows(value, 1.0, at, scale_at, row_held, held, FORMAT, False, FLOAT8)
+        _store_rows(value, 1.0, at, scale_at, row_held, held, FORMAT, False, BY_SLOT, FLOAT8)
 
 
 @triton.jit
@@ -134,6 +143,7 @@ def _write_kernel(
     GROUP: tl.constexpr,
     KEY_FORMAT: tl.constexpr,
     VALUE_FORMAT: tl.constexpr,
+    BY_SLOT: tl.constexpr,
     FLOAT8: tl.constexpr,
     PAGE_BITS: tl.constexpr,
     VALUE_STEP: tl.constexpr,
@@ -170,7 +180,7 @@ def _write_kernel(
             ks_at = k_scale_ptr + head * stride_ks_head + block * stride_ks_block + slot * stride_ks_slot
         at = k_row[:, None] + d[None, :] * stride_k_d
         _store_rows(
-            key, norm, at, ks_at, held, held[:, None] & (d < D)[None, :], KEY_FORMAT, TURNED, FLOAT8
+            key, norm, at, ks_at, held, held[:, None] & (d < D)[None, :], KEY_FORMAT, TURNED, False, FLOAT8
         )  # fmt: skip
     elif program < key_programs + value_programs:
         program -= key_programs
@@ -187,7 +197,7 @@ def _write_kernel(
         if VALUE_FORMAT != FLOAT:
             vs_at = v_scale_ptr + head * stride_vs_head + block * stride_vs_block + slot * stride_vs_slot
         step = VALUE_STEP if VALUE_STEP else stride_v_d
-        store_values(value, v_row, vs_at, held, step, VALUE_FORMAT, FLOAT8, VALUE_ROWS, DV, BLOCK_DV)
+        store_values(value, v_row, vs_at, held, step, VALUE_FORMAT, BY_SLOT, FLOAT8, VALUE_ROWS, DV, BLOCK_DV)
     elif query_ptr is not None:
         rotate_tile(
             query_ptr, turn_factor_ptr, query_out_ptr, program - key_programs - value_programs, num_tokens, norm,
@@ -281,6 +291,7 @@ def write_kv(
         GROUP=group,
         KEY_FORMAT=pool_format(k_pool.dtype).value,
         VALUE_FORMAT=pool_format(v_pool.dtype).value,
+        BY_SLOT=by_slot,
         FLOAT8=gpu_of(key.device).float8,
         PAGE_BITS=block_size.bit_length() - 1 if block_size & (block_size - 1) == 0 else -1,
         VALUE_STEP=v_pool.stride(3) if v_pool.stride(3) == block_size else 0,
