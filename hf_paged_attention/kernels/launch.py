@@ -421,16 +421,14 @@ def plan_turn(
 ) -> TurnPlan:
     """The tile of a kernel that turns `rows` rows: of a warp where rows are few, so that they spread over the SMs.
 
-    16 rows a warp, or 8 in one warp: then the rows that are added are in a thread's own registers (rotate.py).
+    A multiple of 8 rows a warp, as `turned_tile` asks, and of 16 rows of a tensor core's tile.
     """
     gpu = gpu or gpu_of(device)
     if gpu.kind == "cpu":
         return TurnPlan(64, 4)
-    if head_dim <= 16:
-        return TurnPlan(16, 1)
-    if rows <= 32 * gpu.sms or head_dim > 128 or dtype == torch.float32:
-        return TurnPlan(8, 1)
-    return TurnPlan(64, 4)
+    if rows <= 32 * gpu.sms:
+        return TurnPlan(8 if head_dim > 16 else 16, 1)
+    return TurnPlan(64 if head_dim <= 128 and dtype.itemsize == 2 else 32, 4)
 
 
 def plan_write(
@@ -454,10 +452,12 @@ def plan_write(
         return WritePlan(64, 64, 4)
     rows = tokens * kv_heads
     few = rows <= 16 * gpu.sms
-    if not turned:
-        # 32 tokens of a head are a sector of each channel of a transposed page.
-        return WritePlan(4, 1 if values_by_slot else 4, 1) if few else WritePlan(16, 32 if values_by_slot else 16, 4)
-    turn = plan_turn(rows=rows * group, head_dim=head_dim, dtype=dtype, device=device, gpu=gpu)
-    if few:
-        return WritePlan(turn.rows, 1, turn.num_warps)
-    return WritePlan(turn.rows, 32, turn.num_warps)
+    # Tokens of a head: 32 or more are a sector of each channel of a transposed page, and 64 elements a thread of four
+    # warps leave ptxas registers enough.
+    many_rows = max(16, min(64, 8192 // triton.next_power_of_2(head_dim)))
+    value_rows = (1 if few else many_rows) if values_by_slot else (4 if few else 16)
+    if turned:
+        turn = plan_turn(rows=rows * (1 if few else group), head_dim=head_dim, dtype=dtype, device=device, gpu=gpu)
+        return WritePlan(turn.rows, value_rows, turn.num_warps)
+    key_rows = 4 if few else (many_rows if values_by_slot else 16)
+    return WritePlan(key_rows, value_rows, 1 if few else 4)

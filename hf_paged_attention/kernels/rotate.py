@@ -73,19 +73,22 @@ def turned_tile(x, BLOCK: tl.constexpr, DOT_DTYPE: tl.constexpr):
     """float32 [ROWS, D]: x [ROWS, D] times the signs of Hadamard matrices of BLOCK on the diagonal.
 
     A matrix of BLOCK channels is a product of one of 16, for the tensor cores, and of matrices of 2 further up, sums
-    and differences. Of the left operand's rows (channels / 16, ROWS) those that are added lie 16 or more apart, which
-    is in one thread's registers. So no program reads D * D signs, and no thread waits for another.
+    and differences. So no program reads D * D signs; and the left operand's rows, (HIGH, ROWS) with HIGH = D / 16, are
+    in an order that puts those that are added into one thread's registers: a tile of the tensor cores gives a thread
+    two rows, 8 apart, and a warp 16 of each 16 * num_warps. ROWS is a multiple of 8 * num_warps for that.
     """
     ROWS: tl.constexpr = x.shape[0]
     HIGH: tl.constexpr = x.shape[1] // 16
-    x = tl.reshape(tl.permute(tl.reshape(x, [ROWS, HIGH, 16]), [1, 0, 2]), [HIGH * ROWS, 16])
+    PAIR: tl.constexpr = 2 if HIGH > 1 else 1
+    x = tl.reshape(x, [ROWS // 8, 8, HIGH // PAIR, PAIR, 16])
+    x = tl.reshape(tl.permute(x, [2, 0, 3, 1, 4]), [HIGH * ROWS, 16])
     y = tl.dot(x.to(DOT_DTYPE), _hadamard_16(BLOCK, DOT_DTYPE), input_precision="tf32x3")
+    y = tl.permute(tl.reshape(y, [HIGH // PAIR, ROWS // 8, PAIR, 8, 16]), [1, 3, 0, 2, 4])
     STEPS: tl.constexpr = (BLOCK >= 32) + (BLOCK >= 64) + (BLOCK >= 128) + (BLOCK >= 256) + (BLOCK >= 512)
     for step in tl.static_range(STEPS):
-        y = tl.reshape(y, [HIGH // (2 << step), 2, 1 << step, ROWS, 16])
-        a, b = tl.split(tl.permute(y, [0, 2, 3, 4, 1]))
-        y = tl.permute(tl.join(a + b, a - b), [0, 4, 1, 2, 3])
-    y = tl.permute(tl.reshape(y, [HIGH, ROWS, 16]), [1, 0, 2])
+        y = tl.reshape(y, [ROWS, HIGH // (2 << step), 2, 1 << step, 16])
+        a, b = tl.split(tl.permute(y, [0, 1, 3, 4, 2]))
+        y = tl.permute(tl.join(a + b, a - b), [0, 1, 4, 2, 3])
     return tl.reshape(y, [ROWS, HIGH * 16])
 
 
@@ -107,9 +110,10 @@ def turned_states(
 ):
     """float32 [rows, BLOCK_D]: rows (tokens, heads) of one KV head, turned but for the matrix's norm; 0 past D."""
     d = tl.arange(0, BLOCK_D)
+    # Before the states, which pass through shared memory, so that its latency is theirs.
+    factor = tl.load(factor_ptr + kv_head * D + d, mask=d < D, other=1.0)
     states_at = states_ptr + (tokens.to(tl.int64) * stride_token + heads * stride_head)[:, None] + d[None, :]
     x = tl.load(states_at, mask=row_held[:, None] & (d < D)[None, :], other=0.0).to(tl.float32)
-    factor = tl.load(factor_ptr + kv_head * D + d, mask=d < D, other=1.0)
     if DIVIDE:
         # The reciprocal of a power of two, exactly: its exponent the other way round.
         factor = (0x7F000000 - factor.to(tl.int32, bitcast=True)).to(tl.float32, bitcast=True)
@@ -123,10 +127,10 @@ def rotate_tile(
     out_ptr,
     program,
     num_tokens,
-    kv_heads,
     norm,
     stride_token,
     stride_head,
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     DIVIDE: tl.constexpr,
@@ -135,9 +139,9 @@ def rotate_tile(
     BLOCK_D: tl.constexpr,
     DOT_DTYPE: tl.constexpr,
 ):
-    """Turn ROWS rows (token, head) of one KV head into out [N, kv_heads * GROUP, D]: program number `program`."""
-    kv_head = program % kv_heads
-    rows = program // kv_heads * ROWS + tl.arange(0, ROWS)
+    """Turn ROWS rows (token, head) of one KV head into out [N, KV_HEADS * GROUP, D]: program number `program`."""
+    kv_head = program % KV_HEADS
+    rows = program // KV_HEADS * ROWS + tl.arange(0, ROWS)
     tokens = rows // GROUP
     heads = kv_head * GROUP + rows % GROUP
     held = tokens < num_tokens
@@ -146,7 +150,7 @@ def rotate_tile(
         D, DIVIDE, BLOCK, BLOCK_D, DOT_DTYPE,
     )  # fmt: skip
     d = tl.arange(0, BLOCK_D)
-    out_at = out_ptr + ((tokens.to(tl.int64) * (kv_heads * GROUP) + heads) * D)[:, None] + d[None, :]
+    out_at = out_ptr + ((tokens.to(tl.int64) * (KV_HEADS * GROUP) + heads) * D)[:, None] + d[None, :]
     tl.store(out_at, (out * norm).to(out_ptr.dtype.element_ty), mask=held[:, None] & (d < D)[None, :])
 
 
@@ -156,10 +160,10 @@ def _rotate_kernel(
     factor_ptr,
     out_ptr,
     num_tokens,
-    kv_heads,
     norm,
     stride_token,
     stride_head,
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     D: tl.constexpr,
     DIVIDE: tl.constexpr,
@@ -171,8 +175,8 @@ def _rotate_kernel(
 ):
     follow(DEPENDENT)
     rotate_tile(
-        states_ptr, factor_ptr, out_ptr, tl.program_id(0), num_tokens, kv_heads, norm, stride_token, stride_head,
-        GROUP, D, DIVIDE, ROWS, BLOCK, BLOCK_D, DOT_DTYPE,
+        states_ptr, factor_ptr, out_ptr, tl.program_id(0), num_tokens, norm, stride_token, stride_head,
+        KV_HEADS, GROUP, D, DIVIDE, ROWS, BLOCK, BLOCK_D, DOT_DTYPE,
     )  # fmt: skip
 
 
@@ -209,10 +213,10 @@ def rotate_heads(
         factor,
         out,
         tokens,
-        kv_heads,
         hadamard_block(dim) ** -0.5,
         states.stride(0),
         states.stride(1),
+        KV_HEADS=kv_heads,
         GROUP=group,
         D=dim,
         DIVIDE=divide,

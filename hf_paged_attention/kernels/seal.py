@@ -66,6 +66,7 @@ def _seal_kernel(
     D: tl.constexpr,
     DV: tl.constexpr,
     VALUE_FORMAT: tl.constexpr,
+    BY_SLOT: tl.constexpr,
     FLOAT8: tl.constexpr,
     PAGE: tl.constexpr,
     SIZE: tl.constexpr,
@@ -119,7 +120,7 @@ def _seal_kernel(
     vs_at = v_scale_ptr
     if VALUE_FORMAT != FLOAT:
         vs_at = v_scale_ptr + block * stride_vs_block + slots * stride_vs_slot + head * stride_vs_head
-    store_values(x, v_row, vs_at, slots >= 0, stride_v_d, VALUE_FORMAT, FLOAT8, SIZE, DV, BLOCK_DV)
+    store_values(x, v_row, vs_at, slots >= 0, stride_v_d, VALUE_FORMAT, BY_SLOT, FLOAT8, SIZE, DV, BLOCK_DV)
 
 
 def seal_kv(
@@ -190,6 +191,7 @@ def seal_kv(
         D=key.shape[2],
         DV=value.shape[2],
         VALUE_FORMAT=pool_format(v_pool.dtype).value,
+        BY_SLOT=v_pool.stride(1) == 1 and v_pool.stride(3) != 1,
         FLOAT8=gpu_of(key.device).float8,
         PAGE=page,
         SIZE=GROUP,

@@ -29,6 +29,7 @@ def _store_rows(
     held,
     FORMAT: tl.constexpr,
     TURNED: tl.constexpr,
+    BY_SLOT: tl.constexpr,
     FLOAT8: tl.constexpr,
 ):
     """Rows x [ROWS, D], times norm if TURNED, to pool_at."""
@@ -49,6 +50,13 @@ def _store_rows(
             x = quotient(x, scale)
         code = encode(x, FORMAT, FLOAT8)
         tl.store(scale_at, scale, mask=row_held)
+    if BY_SLOT:
+        # In one dimension neighbouring threads store neighbouring rows; of two, Triton 3.6 takes the first for that
+        # and 3.9 the last, as it cannot see that the slots follow one another.
+        elements: tl.constexpr = x.shape[0] * x.shape[1]
+        pool_at = tl.reshape(tl.trans(pool_at), [elements])
+        held = tl.reshape(tl.trans(held), [elements])
+        code = tl.reshape(tl.trans(code), [elements])
     tl.store(pool_at, code, mask=held)
 
 
@@ -60,6 +68,7 @@ def store_values(
     row_held,
     stride_v_d,
     FORMAT: tl.constexpr,
+    BY_SLOT: tl.constexpr,
     FLOAT8: tl.constexpr,
     ROWS: tl.constexpr,
     DV: tl.constexpr,
@@ -72,7 +81,7 @@ def store_values(
     else:
         held = row_held[:, None] & (dv[None, :] < DV)
         at = v_row[:, None] + dv[None, :] * stride_v_d
-        _store_rows(value, 1.0, at, scale_at, row_held, held, FORMAT, False, FLOAT8)
+        _store_rows(value, 1.0, at, scale_at, row_held, held, FORMAT, False, BY_SLOT, FLOAT8)
 
 
 @triton.jit
@@ -105,7 +114,6 @@ def _write_kernel(
     slot_ptr,
     norm,
     num_tokens,
-    kv_heads,
     block_size,
     key_programs,
     value_programs,
@@ -131,9 +139,11 @@ def _write_kernel(
     stride_vs_head,
     D: tl.constexpr,
     DV: tl.constexpr,
+    KV_HEADS: tl.constexpr,
     GROUP: tl.constexpr,
     KEY_FORMAT: tl.constexpr,
     VALUE_FORMAT: tl.constexpr,
+    BY_SLOT: tl.constexpr,
     FLOAT8: tl.constexpr,
     PAGE_BITS: tl.constexpr,
     VALUE_STEP: tl.constexpr,
@@ -150,9 +160,10 @@ def _write_kernel(
     program = tl.program_id(0)
     TURNED: tl.constexpr = turn_factor_ptr is not None
     if program < key_programs:
-        head = program % kv_heads
-        tokens = program // kv_heads * KEY_ROWS + tl.arange(0, KEY_ROWS)
-        # What is left out is loaded like the rest, so that no load waits for the slots.
+        head = program % KV_HEADS
+        tokens = program // KV_HEADS * KEY_ROWS + tl.arange(0, KEY_ROWS)
+        # What is left out is loaded like the rest, so that no load waits for the slots, nor they for a barrier.
+        block, slot, held = _slots_of(slot_ptr, tokens, num_tokens, block_size, PAGE_BITS)
         given = tokens < num_tokens
         d = tl.arange(0, BLOCK_D)
         if TURNED:
@@ -163,36 +174,35 @@ def _write_kernel(
         else:
             key_at = key_ptr + (tokens.to(tl.int64) * stride_key_token + head * stride_key_head)[:, None] + d[None, :]
             key = tl.load(key_at, mask=given[:, None] & (d < D)[None, :], other=0.0)
-        block, slot, held = _slots_of(slot_ptr, tokens, num_tokens, block_size, PAGE_BITS)
         k_row = k_ptr + head.to(tl.int64) * stride_k_head + block * stride_k_block + slot * stride_k_slot
         ks_at = k_scale_ptr
         if KEY_FORMAT != FLOAT:
             ks_at = k_scale_ptr + head * stride_ks_head + block * stride_ks_block + slot * stride_ks_slot
         at = k_row[:, None] + d[None, :] * stride_k_d
         _store_rows(
-            key, norm, at, ks_at, held, held[:, None] & (d < D)[None, :], KEY_FORMAT, TURNED, FLOAT8
+            key, norm, at, ks_at, held, held[:, None] & (d < D)[None, :], KEY_FORMAT, TURNED, False, FLOAT8
         )  # fmt: skip
     elif program < key_programs + value_programs:
         program -= key_programs
-        head = program % kv_heads
-        tokens = program // kv_heads * VALUE_ROWS + tl.arange(0, VALUE_ROWS)
+        head = program % KV_HEADS
+        tokens = program // KV_HEADS * VALUE_ROWS + tl.arange(0, VALUE_ROWS)
+        block, slot, held = _slots_of(slot_ptr, tokens, num_tokens, block_size, PAGE_BITS)
         dv = tl.arange(0, BLOCK_DV)
         value_at = (
             value_ptr + (tokens.to(tl.int64) * stride_value_token + head * stride_value_head)[:, None] + dv[None, :]
         )
         value = tl.load(value_at, mask=(tokens < num_tokens)[:, None] & (dv < DV)[None, :], other=0.0)
-        block, slot, held = _slots_of(slot_ptr, tokens, num_tokens, block_size, PAGE_BITS)
         v_row = v_ptr + head.to(tl.int64) * stride_v_head + block * stride_v_block + slot * stride_v_slot
         vs_at = v_scale_ptr
         if VALUE_FORMAT != FLOAT:
             vs_at = v_scale_ptr + head * stride_vs_head + block * stride_vs_block + slot * stride_vs_slot
         step = VALUE_STEP if VALUE_STEP else stride_v_d
-        store_values(value, v_row, vs_at, held, step, VALUE_FORMAT, FLOAT8, VALUE_ROWS, DV, BLOCK_DV)
+        store_values(value, v_row, vs_at, held, step, VALUE_FORMAT, BY_SLOT, FLOAT8, VALUE_ROWS, DV, BLOCK_DV)
     elif query_ptr is not None:
         rotate_tile(
-            query_ptr, turn_factor_ptr, query_out_ptr, program - key_programs - value_programs, num_tokens, kv_heads,
-            norm, stride_query_token, stride_query_head,
-            GROUP, D, False, KEY_ROWS, BLOCK, BLOCK_D, QUERY_DOT_DTYPE,
+            query_ptr, turn_factor_ptr, query_out_ptr, program - key_programs - value_programs, num_tokens, norm,
+            stride_query_token, stride_query_head,
+            KV_HEADS, GROUP, D, False, KEY_ROWS, BLOCK, BLOCK_D, QUERY_DOT_DTYPE,
         )  # fmt: skip
 
 
@@ -263,7 +273,6 @@ def write_kv(
         slot_mapping,
         hadamard_block(head_dim) ** -0.5,
         tokens,
-        kv_heads,
         block_size,
         key_programs,
         value_programs,
@@ -278,9 +287,11 @@ def write_kv(
         *strides_or_zeros(v_scale, 3)[:3],
         D=head_dim,
         DV=value.shape[-1],
+        KV_HEADS=kv_heads,
         GROUP=group,
         KEY_FORMAT=pool_format(k_pool.dtype).value,
         VALUE_FORMAT=pool_format(v_pool.dtype).value,
+        BY_SLOT=by_slot,
         FLOAT8=gpu_of(key.device).float8,
         PAGE_BITS=block_size.bit_length() - 1 if block_size & (block_size - 1) == 0 else -1,
         VALUE_STEP=v_pool.stride(3) if v_pool.stride(3) == block_size else 0,
