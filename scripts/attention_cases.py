@@ -8,9 +8,14 @@ from dataclasses import dataclass, field, replace
 
 import torch
 
-from hf_paged_attention.kernels import decode_attention, unified_attention
+from hf_paged_attention.cache.formats import CacheFormat, Format, get_format
+from hf_paged_attention.cache.tail import EXACT_TOKENS
+from hf_paged_attention.kernels import decode_attention, decode_keys, decode_values, unified_attention
+from hf_paged_attention.kernels.int4 import GROUP, LARGEST_CODE, value_groups
 
 FORMATS = {"auto": None, "int8": torch.int8, "fp8": torch.float8_e4m3fn}
+# Attention takes more: keys of int4 are not written a token at a time.
+ATTENTION_FORMATS = (*FORMATS, "int4", "int8:int4")
 # Relative to float64 on the same stored values, in the 2-norm: a bfloat16 output and bfloat16 probabilities.
 ALLOWED_ERROR = 1e-2
 # A row's worst element, against the largest element of the answer.
@@ -47,7 +52,8 @@ SHAPES = {
 class Spec:
     """What to run: request r holds contexts[r] keys, the last new[r] of them with queries.
 
-    `label` says contexts and new tokens for people; `format` is a key of FORMATS; the rest as the kernels take it.
+    `label` says contexts and new tokens for people; `format` is one of ATTENTION_FORMATS; the rest as the kernels take
+    it.
     """
 
     shape: str
@@ -64,6 +70,10 @@ class Spec:
     @property
     def sizes(self) -> Shape:
         return SHAPES[self.shape]
+
+    @property
+    def stored(self) -> CacheFormat:
+        return format_named(self.format)
 
     @property
     def decode(self) -> bool:
@@ -84,16 +94,23 @@ class Spec:
             return new * context - new * (new - 1) // 2
         return sum(min(self.window, position + 1) for position in range(context - new, context))
 
+    def sealed(self, context: int) -> int:
+        """Tokens of a request that are encoded; the newest wait in the tail where keys are int4, as a cache has it."""
+        if not self.stored.needs_tail:
+            return context
+        return max(0, context - EXACT_TOKENS) // self.block_size * self.block_size
+
     @property
     def bytes_read(self) -> int:
         """Keys and values that a call must read, once each, with their scales."""
-        item = 2 if self.format == "auto" else 1
-        keys = sum(
-            min(context, self.window + new - 1) if self.window else context
-            for context, new in zip(self.contexts, self.new, strict=True)
-        )
-        scales = 0 if self.format == "auto" else 8
-        return keys * self.sizes.kv_heads * (2 * self.sizes.head_dim * item + scales)
+        encoded = exact = 0
+        for context, new in zip(self.contexts, self.new, strict=True):
+            first = max(0, context - self.window - new + 1) if self.window else 0
+            encoded += max(0, self.sealed(context) - first)
+            exact += context - max(first, self.sealed(context))
+        dim = self.sizes.head_dim
+        stored, arrived = (f.bytes_per_head(dim, dim, torch.bfloat16) for f in (self.stored, format_named("auto")))
+        return self.sizes.kv_heads * (encoded * stored + exact * arrived)
 
     @property
     def flops(self) -> int:
@@ -108,6 +125,11 @@ class Spec:
         new = tuple(min(n, 40, c) for c, n in few)
         window = None if self.window is None else min(self.window, 50)
         return replace(self, contexts=contexts, new=new, window=window, block_size=min(self.block_size, 64))
+
+
+def format_named(name: str) -> CacheFormat:
+    """One of ATTENTION_FORMATS, keys:values where they differ."""
+    return get_format(tuple(name.split(":")) if ":" in name else name)
 
 
 def even(shape: str, batch: int, context: int, new: int = 1, **options) -> Spec:
@@ -131,7 +153,10 @@ def mixed(shape: str, **options) -> Spec:
 
 @dataclass
 class Case:
-    """Tensors of a spec. `layers` entries of k, v, k_scale, v_scale, query and out; the block table is shared."""
+    """Tensors of a spec. `layers` entries of k, v, k_scale, v_scale, query, out and tail; the block tables are shared.
+
+    An entry of `tail` is the arguments k_tail and v_tail, or nothing where keys are not int4.
+    """
 
     spec: Spec
     layers: int
@@ -141,6 +166,7 @@ class Case:
     k_scale: list
     v_scale: list
     out: list
+    tail: list
     shared: dict = field(default_factory=dict)
 
     def run(self, layer: int, plan=None) -> torch.Tensor:
@@ -153,6 +179,7 @@ class Case:
             v_scale=self.v_scale[layer],
             out=self.out[layer],
             plan=plan,
+            **self.tail[layer],
             **self.shared,
         )
 
@@ -161,50 +188,74 @@ class Case:
             out.fill_(math.nan)
 
 
-def make_case(spec: Spec, device: torch.device, *, layers: int = 1, empty: bool = False, seed: int = 0) -> Case:
-    """The case's tensors. empty: without values and without cached keys, to compile the kernel that the case takes."""
-    sizes, dtype = spec.sizes, FORMATS[spec.format]
-    generator = torch.Generator(device).manual_seed(seed)
-    blocks_of = [-(-context // spec.block_size) for context in spec.contexts]
-    num_blocks = sum(blocks_of) + 1
+def scatter(counts: list[int], generator: torch.Generator, device: torch.device) -> tuple[torch.Tensor, int]:
+    """A block table of requests with `counts` blocks, in an order drawn at random, and how many blocks a pool has."""
+    num_blocks = sum(counts) + 1
     order = torch.randperm(num_blocks, generator=generator, device=device).to(torch.int32)
-    table = torch.zeros(len(spec.contexts), max(blocks_of), dtype=torch.int32, device=device)
+    table = torch.zeros(len(counts), max(counts), dtype=torch.int32, device=device)
     used = 0
-    for request, count in enumerate(blocks_of):
+    for request, count in enumerate(counts):
         table[request, :count] = order[used : used + count]
         used += count
+    return table, num_blocks
 
-    def pool(transposed: bool) -> torch.Tensor:
-        inner = (sizes.head_dim, spec.block_size) if transposed else (spec.block_size, sizes.head_dim)
-        shape = (sizes.kv_heads, num_blocks, *inner)
+
+def make_case(spec: Spec, device: torch.device, *, layers: int = 1, empty: bool = False, seed: int = 0) -> Case:
+    """The case's tensors. empty: without values and without cached keys, to compile the kernel that the case takes."""
+    sizes, stored = spec.sizes, spec.stored
+    generator = torch.Generator(device).manual_seed(seed)
+    table, num_blocks = scatter([-(-context // spec.block_size) for context in spec.contexts], generator, device)
+
+    def pool(format: Format, blocks: int = num_blocks, *, transposed: bool = False) -> torch.Tensor:
+        dtype, row = format.storage_dtype(torch.bfloat16), format.row(sizes.head_dim)
+        inner = (row, spec.block_size) if transposed else (spec.block_size, row)
+        shape = (sizes.kv_heads, blocks, *inner)
         if empty:
-            memory = torch.empty(shape, dtype=dtype or torch.bfloat16, device=device)
+            memory = torch.empty(shape, dtype=dtype, device=device)
+        elif format.packed:
+            memory = torch.randint(256, shape, generator=generator, device=device, dtype=dtype)
         else:
             memory = torch.randn(shape, generator=generator, device=device, dtype=torch.bfloat16)
             if dtype == torch.int8:
                 memory = (memory * 40).clamp_(-127, 127).to(dtype)
-            elif dtype is not None:
+            elif format.scaled:
                 memory = (memory * 100).clamp_(-448, 448).to(dtype)
         return memory.permute(1, 3, 0, 2) if transposed else memory.permute(1, 2, 0, 3)
 
-    def scales() -> torch.Tensor | None:
-        if dtype is None:
-            return None
-        memory = torch.rand(sizes.kv_heads, num_blocks, spec.block_size, generator=generator, device=device)
-        # Keys and values of about one, as the 16-bit ones are.
-        return ((memory + 0.5) / (40 if dtype == torch.int8 else 100)).permute(1, 2, 0)
+    # Keys and values of about one, as the 16-bit ones are.
+    def scales(format: Format, groups: tuple[int, ...]) -> torch.Tensor | None:
+        shape = (sizes.kv_heads, num_blocks)
+        if format.scaled:
+            memory = torch.rand(*shape, spec.block_size, generator=generator, device=device)
+            return ((memory + 0.5) / (40 if format.dtype == torch.int8 else 100)).permute(1, 2, 0)
+        if format.packed:
+            scale = (torch.rand(*shape, *groups, generator=generator, device=device) + 0.5) / 5
+            zero = -scale * LARGEST_CODE.value / 2
+            return torch.stack([scale, zero], -2).half().movedim(0, 2)
+        return None
 
-    tokens = sum(spec.new)
-    rows = (tokens, sizes.query_heads, sizes.head_dim)
-    by_slot = dtype is not None and spec.transposed_values
-    case = Case(spec, layers, [], [], [], [], [], [])
+    dim, tokens = sizes.head_dim, sum(spec.new)
+    rows = (tokens, sizes.query_heads, dim)
+    by_slot = stored.value.scaled and spec.transposed_values
+    tail_table, tail_blocks = None, 0
+    if stored.needs_tail:
+        counts = [-(-context // spec.block_size) - spec.sealed(context) // spec.block_size for context in spec.contexts]
+        newest, tail_blocks = scatter(counts, generator, device)
+        tail_table = torch.zeros_like(table)
+        for request, (context, count) in enumerate(zip(spec.contexts, counts, strict=True)):
+            first = spec.sealed(context) // spec.block_size
+            tail_table[request, first : first + count] = newest[request, :count]
+    case = Case(spec, layers, [], [], [], [], [], [], [])
     for _ in range(layers):
         case.query.append(torch.randn(rows, generator=generator, device=device).to(torch.bfloat16))
-        case.k.append(pool(False))
-        case.v.append(pool(by_slot))
-        case.k_scale.append(scales())
-        case.v_scale.append(scales())
+        case.k.append(pool(stored.key))
+        case.v.append(pool(stored.value, transposed=by_slot))
+        case.k_scale.append(scales(stored.key, (spec.block_size // GROUP, dim)))
+        case.v_scale.append(scales(stored.value, (spec.block_size, value_groups(dim))))
         case.out.append(torch.empty(rows, dtype=torch.bfloat16, device=device))
+        arrived = format_named("auto").key
+        tails = ("k_tail", "v_tail") if stored.needs_tail else ()
+        case.tail.append({name: pool(arrived, tail_blocks) for name in tails})
     lens = spec.new if empty else spec.contexts
     starts = torch.tensor([0, *torch.tensor(spec.new).cumsum(0).tolist()], dtype=torch.int32, device=device)
     case.shared = {
@@ -218,12 +269,31 @@ def make_case(spec: Spec, device: torch.device, *, layers: int = 1, empty: bool 
         "softcap": spec.softcap,
         "sinks": torch.randn(sizes.query_heads, generator=generator, device=device) if spec.sinks else None,
     }
+    if stored.needs_tail:
+        sealed = torch.tensor([spec.sealed(length) for length in lens], dtype=torch.int32, device=device)
+        case.shared |= {"tail_table": tail_table, "sealed_lens": sealed}
     return case
 
 
-def _entries(pool, scales, blocks, context, head):
-    entries = pool[blocks, :, head].flatten(0, 1)[:context].double()
-    return entries if scales is None else entries * scales[blocks, :, head].flatten()[:context, None].double()
+def entries(case: Case, layer: int, request: int, head: int) -> tuple[torch.Tensor, torch.Tensor]:
+    """A request's keys and values [context, D] of one KV head as float64, from the pools and the tail."""
+    spec, context = case.spec, case.spec.contexts[request]
+    sealed, last = spec.sealed(context), -(-context // spec.block_size)
+    blocks = case.shared["block_table"][request, : -(-sealed // spec.block_size)].long()
+    heads = slice(head, head + 1)
+    found = []
+    for decode, pool, scales, tail in (
+        (decode_keys, case.k[layer], case.k_scale[layer], "k_tail"),
+        (decode_values, case.v[layer], case.v_scale[layer], "v_tail"),
+    ):
+        scales = None if scales is None else scales[blocks][:, :, heads]
+        rows = decode(pool[blocks][:, :, heads], scales, torch.float64)[:, :, 0].flatten(0, 1)[:sealed]
+        if spec.stored.needs_tail:
+            newest = case.shared["tail_table"][request, sealed // spec.block_size : last].long()
+            exact = case.tail[layer][tail][newest][:, :, head].double().flatten(0, 1)[: context - sealed]
+            rows = torch.cat([rows, exact])
+        found.append(rows)
+    return found[0], found[1]
 
 
 def error_of(case: Case, layer: int, *, requests: int = 3, rows: int = 12) -> tuple[float, float]:
@@ -244,7 +314,6 @@ def error_of(case: Case, layer: int, *, requests: int = 3, rows: int = 12) -> tu
     difference = answer = worst = largest = 0.0
     for request in chosen:
         context, new = spec.contexts[request], spec.new[request]
-        blocks = shared["block_table"][request, : -(-context // spec.block_size)].long()
         picked = sorted({0, new - 1, *range(0, new, max(1, new // rows))})
         picked = torch.tensor(picked, device=out.device)
         positions = context - new + picked
@@ -254,8 +323,7 @@ def error_of(case: Case, layer: int, *, requests: int = 3, rows: int = 12) -> tu
             seen &= key_positions > positions[:, None] - spec.window
         first = sum(spec.new[:request])
         for head in {0, sizes.kv_heads - 1}:
-            k = _entries(case.k[layer], case.k_scale[layer], blocks, context, head)
-            v = _entries(case.v[layer], case.v_scale[layer], blocks, context, head)
+            k, v = entries(case, layer, request, head)
             heads = slice(head * sizes.group, (head + 1) * sizes.group)
             q = case.query[layer][first + picked, heads].double()
             logits = torch.einsum("tgd,sd->gts", q, k) * shared["scale"]

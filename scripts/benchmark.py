@@ -2,6 +2,7 @@
 
     python scripts/benchmark.py decode
     python scripts/benchmark.py prefill --shape qwen3-8b --tokens 8192 32768 --json results/prefill.json
+    python scripts/benchmark.py decode --format int4 int8:int4 --shape qwen3-8b --batch 16 --context 8192
     python scripts/benchmark.py write
     python scripts/benchmark.py step --model qwen3-0.6b --method sdpa static graph --json results/step.json
 
@@ -33,10 +34,20 @@ if not torch.cuda.is_available():
     os.environ.setdefault("TRITON_INTERPRET", "1")
 
 from eval.program import BadInput, Parser, answers_bad_input, count, paragraph
-from hf_paged_attention.cache.formats import get_format
 from hf_paged_attention.kernels import counters, reference_rotate_heads, reference_write_kv, write_kv
 from scripts import step_benchmark, timing
-from scripts.attention_cases import FORMATS, SHAPES, Spec, error_of, even, make_case, mixed, ragged
+from scripts.attention_cases import (
+    ATTENTION_FORMATS,
+    FORMATS,
+    SHAPES,
+    Spec,
+    error_of,
+    even,
+    format_named,
+    make_case,
+    mixed,
+    ragged,
+)
 from scripts.compile_ahead import compile_ahead
 
 DECODE_ROWS = {
@@ -271,7 +282,7 @@ def measure(spec: Spec, peers: list[str], bandwidth: float | None) -> Row:
 
 def block_sizes(args, fmt: str) -> list[int]:
     """Those that were asked for, or the default of a cache in this format."""
-    return args.block_size or [get_format(fmt).block_size]
+    return args.block_size or [format_named(fmt).block_size]
 
 
 def decode_specs(args) -> list[Spec]:
@@ -601,7 +612,10 @@ def arguments(argv: list[str] | None) -> argparse.Namespace:
             "--shape", nargs="+", choices=list(SHAPES), help="model shapes; left out: a table of several"
         )
         command.add_argument(
-            "--format", nargs="+", choices=list(FORMATS), default=["auto"] if name == "prefill" else list(FORMATS)
+            "--format",
+            nargs="+",
+            choices=list(FORMATS if name == "write" else ATTENTION_FORMATS),
+            default=["auto"] if name == "prefill" else list(FORMATS),
         )
         command.add_argument("--block-size", nargs="+", type=count(16), help="tokens a block")
         if name == "decode":
