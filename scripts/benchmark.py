@@ -444,6 +444,13 @@ def run_write(args, bandwidth: float | None, say) -> list[Row]:
                             for i in range(layers)
                         ]
                         row.times["ours"] = timing.time_graph(lambda i, cases=cases: write_kv(**cases[i]), layers)
+                        if item == 1:
+                            heads = sizes.query_heads // sizes.kv_heads
+                            for case in cases:
+                                case["query"] = case["key"].repeat(1, heads, 1)
+                            row.times["with queries"] = timing.time_graph(
+                                lambda i, cases=cases: write_kv(**cases[i]), layers
+                            )
                     rows.append(row)
                     say(line_of(row))
     return rows

@@ -416,48 +416,51 @@ def plan_decode(
     return plan
 
 
-def plan_turn(
-    *, rows: int, head_dim: int, dtype: torch.dtype, device: torch.device, gpu: Gpu | None = None
-) -> TurnPlan:
-    """The tile of a kernel that turns `rows` rows: of a warp where rows are few, so that they spread over the SMs.
-
-    A multiple of 8 rows a warp, as `turned_tile` asks, and of 16 rows of a tensor core's tile.
-    """
-    gpu = gpu or gpu_of(device)
-    if gpu.kind == "cpu":
-        return TurnPlan(64, 4)
-    if rows <= 32 * gpu.sms:
+def _turn_tile(few: bool, head_dim: int, dtype: torch.dtype) -> TurnPlan:
+    """A multiple of 8 rows a warp, as `turned_tile` asks, and of 16 rows of a tensor core's tile."""
+    if few:
         return TurnPlan(8 if head_dim > 16 else 16, 1)
     return TurnPlan(64 if head_dim <= 128 and dtype.itemsize == 2 else 32, 4)
 
 
+def plan_turn(
+    *, rows: int, head_dim: int, dtype: torch.dtype, device: torch.device, gpu: Gpu | None = None
+) -> TurnPlan:
+    """The tile of a kernel that turns `rows` rows: of a warp where rows are few, so that they spread over the SMs."""
+    gpu = gpu or gpu_of(device)
+    if gpu.kind == "cpu":
+        return TurnPlan(64, 4)
+    return _turn_tile(rows <= 32 * gpu.sms, head_dim, dtype)
+
+
 def plan_write(
     *,
-    tokens: int,
-    kv_heads: int,
+    rows: int,
     head_dim: int,
+    value_dim: int,
     dtype: torch.dtype,
     device: torch.device,
     values_by_slot: bool = False,
     turned: bool = False,
-    group: int = 1,
     gpu: Gpu | None = None,
 ) -> WritePlan:
-    """Rows a program of `write_kv`: few when rows are few, so that they spread over the SMs.
+    """Rows a program of `write_kv`: few when rows (token, KV head) are few, so that they spread over the SMs.
 
-    turned: keys pass through `turned_tile`, and so do `group` queries a key.
+    turned: keys pass through `turned_tile`.
     """
     gpu = gpu or gpu_of(device)
     if gpu.kind == "cpu":
         return WritePlan(64, 64, 4)
-    rows = tokens * kv_heads
     few = rows <= 16 * gpu.sms
-    # Tokens of a head: 32 or more are a sector of each channel of a transposed page, and 64 elements a thread of four
-    # warps leave ptxas registers enough.
-    many_rows = max(16, min(64, 8192 // triton.next_power_of_2(head_dim)))
-    value_rows = (1 if few else many_rows) if values_by_slot else (4 if few else 16)
+    if not values_by_slot:
+        value_rows = 4 if few else 16
+    elif few:
+        value_rows = 1
+    else:
+        # 32 tokens of a head are a sector of each channel of a transposed page; four warps have registers for 8,192
+        # elements.
+        value_rows = max(16, min(64, 8192 // triton.next_power_of_2(value_dim)))
     if turned:
-        turn = plan_turn(rows=rows * (1 if few else group), head_dim=head_dim, dtype=dtype, device=device, gpu=gpu)
+        turn = _turn_tile(few, head_dim, dtype)
         return WritePlan(turn.rows, value_rows, turn.num_warps)
-    key_rows = 4 if few else (many_rows if values_by_slot else 16)
-    return WritePlan(key_rows, value_rows, 1 if few else 4)
+    return WritePlan(4 if few else 16, value_rows, 1 if few else 4)

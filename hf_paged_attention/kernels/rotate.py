@@ -143,7 +143,7 @@ def rotate_tile(
     kv_head = program % KV_HEADS
     rows = program // KV_HEADS * ROWS + tl.arange(0, ROWS)
     tokens = rows // GROUP
-    heads = kv_head * GROUP + rows % GROUP
+    heads = (kv_head * GROUP + rows % GROUP).to(tl.int64)
     held = tokens < num_tokens
     out = turned_states(
         states_ptr, factor_ptr, kv_head, tokens, heads, held, stride_token, stride_head,
@@ -154,7 +154,7 @@ def rotate_tile(
     tl.store(out_at, (out * norm).to(out_ptr.dtype.element_ty), mask=held[:, None] & (d < D)[None, :])
 
 
-@triton.jit
+@triton.jit(do_not_specialize=["num_tokens"])
 def _rotate_kernel(
     states_ptr,
     factor_ptr,

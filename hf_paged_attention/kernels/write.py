@@ -100,7 +100,8 @@ def _slots_of(slot_ptr, tokens, num_tokens, block_size, PAGE_BITS: tl.constexpr)
     return block.to(tl.int64), slot.to(tl.int64), held
 
 
-@triton.jit
+# Of the counts, which change from step to step, no kernel of its own need be compiled.
+@triton.jit(do_not_specialize=["num_tokens", "key_programs", "value_programs"])
 def _write_kernel(
     key_ptr,
     value_ptr,
@@ -160,7 +161,7 @@ def _write_kernel(
     program = tl.program_id(0)
     TURNED: tl.constexpr = turn_factor_ptr is not None
     if program < key_programs:
-        head = program % KV_HEADS
+        head = (program % KV_HEADS).to(tl.int64)
         tokens = program // KV_HEADS * KEY_ROWS + tl.arange(0, KEY_ROWS)
         # What is left out is loaded like the rest, so that no load waits for the slots, nor they for a barrier.
         block, slot, held = _slots_of(slot_ptr, tokens, num_tokens, block_size, PAGE_BITS)
@@ -174,17 +175,16 @@ def _write_kernel(
         else:
             key_at = key_ptr + (tokens.to(tl.int64) * stride_key_token + head * stride_key_head)[:, None] + d[None, :]
             key = tl.load(key_at, mask=given[:, None] & (d < D)[None, :], other=0.0)
-        k_row = k_ptr + head.to(tl.int64) * stride_k_head + block * stride_k_block + slot * stride_k_slot
+        k_row = k_ptr + head * stride_k_head + block * stride_k_block + slot * stride_k_slot
         ks_at = k_scale_ptr
         if KEY_FORMAT != FLOAT:
             ks_at = k_scale_ptr + head * stride_ks_head + block * stride_ks_block + slot * stride_ks_slot
         at = k_row[:, None] + d[None, :] * stride_k_d
-        _store_rows(
-            key, norm, at, ks_at, held, held[:, None] & (d < D)[None, :], KEY_FORMAT, TURNED, False, FLOAT8
-        )  # fmt: skip
+        stored = held[:, None] & (d < D)[None, :]
+        _store_rows(key, norm, at, ks_at, held, stored, KEY_FORMAT, TURNED, False, FLOAT8)
     elif program < key_programs + value_programs:
         program -= key_programs
-        head = program % KV_HEADS
+        head = (program % KV_HEADS).to(tl.int64)
         tokens = program // KV_HEADS * VALUE_ROWS + tl.arange(0, VALUE_ROWS)
         block, slot, held = _slots_of(slot_ptr, tokens, num_tokens, block_size, PAGE_BITS)
         dv = tl.arange(0, BLOCK_DV)
@@ -192,10 +192,11 @@ def _write_kernel(
             value_ptr + (tokens.to(tl.int64) * stride_value_token + head * stride_value_head)[:, None] + dv[None, :]
         )
         value = tl.load(value_at, mask=(tokens < num_tokens)[:, None] & (dv < DV)[None, :], other=0.0)
-        v_row = v_ptr + head.to(tl.int64) * stride_v_head + block * stride_v_block + slot * stride_v_slot
+        v_row = v_ptr + head * stride_v_head + block * stride_v_block + slot * stride_v_slot
         vs_at = v_scale_ptr
         if VALUE_FORMAT != FLOAT:
             vs_at = v_scale_ptr + head * stride_vs_head + block * stride_vs_block + slot * stride_vs_slot
+        # A number known when compiling goes into the store, where another is two additions an element.
         step = VALUE_STEP if VALUE_STEP else stride_v_d
         store_values(value, v_row, vs_at, held, step, VALUE_FORMAT, BY_SLOT, FLOAT8, VALUE_ROWS, DV, BLOCK_DV)
     elif query_ptr is not None:
@@ -250,8 +251,8 @@ def write_kv(
     by_slot = v_pool.stride(1) == 1 and v_pool.stride(3) != 1
     group = 1 if query is None else query.shape[1] // kv_heads
     plan = plan or plan_write(
-        tokens=tokens, kv_heads=kv_heads, head_dim=max(head_dim, value.shape[-1]), dtype=key.dtype, device=key.device,
-        values_by_slot=by_slot, turned=turn_factor is not None, group=group,
+        rows=tokens * kv_heads, head_dim=head_dim, value_dim=value.shape[-1], dtype=key.dtype, device=key.device,
+        values_by_slot=by_slot, turned=turn_factor is not None,
     )  # fmt: skip
     key_programs = triton.cdiv(tokens, plan.key_rows) * kv_heads
     value_programs = triton.cdiv(tokens, plan.value_rows) * kv_heads

@@ -76,8 +76,8 @@ def test_decode_splits_fill_the_gpu_at_batch_one():
 
 @pytest.mark.parametrize("turned", [False, True])
 def test_a_decode_step_writes_few_rows_a_program(turned):
-    call = {"kv_heads": 8, "head_dim": 128, "dtype": torch.bfloat16, "device": torch.device("cpu"), "gpu": HOPPER}
-    few, many = (plan_write(tokens=n, **call, values_by_slot=True, turned=turned) for n in (64, 8192))
+    call = {"head_dim": 128, "value_dim": 128, "dtype": torch.bfloat16, "device": torch.device("cpu"), "gpu": HOPPER}
+    few, many = (plan_write(rows=n * 8, **call, values_by_slot=True, turned=turned) for n in (64, 8192))
     assert few.key_rows < many.key_rows
     assert few.value_rows < many.value_rows
 
@@ -85,16 +85,15 @@ def test_a_decode_step_writes_few_rows_a_program(turned):
 @pytest.mark.parametrize("gpu", [HOPPER, ADA, UNKNOWN])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("head_dim", [8, 16, 24, 64, 80, 128, 192, 256, 512])
-@pytest.mark.parametrize("tokens", [1, 64, 8192])
+@pytest.mark.parametrize("tokens", [1, 64, 512, 8192])
 def test_a_turned_tile_fills_the_tensor_cores_and_its_sums_stay_in_a_thread(gpu, dtype, head_dim, tokens):
-    plan = plan_turn(rows=tokens * 32, head_dim=head_dim, dtype=dtype, device=torch.device("cpu"), gpu=gpu)
-    assert plan.rows * max(1, triton.next_power_of_2(head_dim) // 16) >= 16
-    assert plan.rows % (8 * plan.num_warps) == 0
-    write = plan_write(
-        tokens=tokens, kv_heads=8, head_dim=head_dim, dtype=dtype, device=torch.device("cpu"), values_by_slot=True,
-        turned=True, group=4, gpu=gpu,
-    )  # fmt: skip
-    assert (write.key_rows, write.num_warps) == (plan.rows, plan.num_warps)
+    call = {"head_dim": head_dim, "dtype": dtype, "device": torch.device("cpu"), "gpu": gpu}
+    rotate = plan_turn(rows=tokens * 32, **call)
+    write = plan_write(rows=tokens * 8, value_dim=128, **call, values_by_slot=True, turned=True)
+    for rows, num_warps in ((rotate.rows, rotate.num_warps), (write.key_rows, write.num_warps)):
+        assert rows * max(1, triton.next_power_of_2(head_dim) // 16) >= 16
+        assert rows % (8 * num_warps) == 0
+    assert write.value_rows * 128 <= 64 * 32 * write.num_warps
 
 
 @pytest.mark.parametrize("table", [DECODE, UNIFIED])
