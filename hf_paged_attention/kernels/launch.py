@@ -270,6 +270,9 @@ SPECIALISED_8BIT: dict[int, SpecialisedPlan] = {
     128: SpecialisedPlan(128, 2, 2, byte_stages=2),
     256: SpecialisedPlan(64, 2, 2, byte_stages=1),
 }
+# In a window of so few keys the tiles that are masked, two a program, weigh more than what a larger tile gains.
+SPECIALISED_WINDOW = 2048
+SPECIALISED_WINDOWED: dict[int, SpecialisedPlan] = {128: SpecialisedPlan(64, 6, 6, True)}
 # Rows a request below which that kernel's 128 rows a program would mostly be empty.
 SPECIALISED_ROWS = 256
 
@@ -286,9 +289,13 @@ def gluon_compiles() -> bool:
     return True
 
 
-def plan_specialised(shape: AttentionShape, max_query_len: int, gpu: Gpu) -> SpecialisedPlan | None:
+def plan_specialised(
+    shape: AttentionShape, max_query_len: int, gpu: Gpu, window: int | None = None
+) -> SpecialisedPlan | None:
     """The plan of Hopper's own kernel, None where it does not take the shape."""
     plans = SPECIALISED_8BIT if shape.quantized else SPECIALISED
+    if not shape.quantized and window is not None and window <= SPECIALISED_WINDOW:
+        plans = SPECIALISED | SPECIALISED_WINDOWED
     # A swizzled row of transposed values is 64 keys at least.
     stored = shape.page >= 64 if shape.quantized else shape.pool_dtype == shape.query_dtype
     takes = (
@@ -375,7 +382,7 @@ def plan_unified(
         # Three products of 11-bit floats, whose operands lie in shared memory twice.
         plan = UnifiedPlan(64, 32, 4, 2)
     plan = plan or UnifiedPlan(128, 64, 8 if wide else 4, 2)
-    plan = replace(plan, specialised=plan_specialised(shape, max_query_len, gpu))
+    plan = replace(plan, specialised=plan_specialised(shape, max_query_len, gpu, window))
     group_rows = triton.next_power_of_2(shape.group)
     rows = max(16, group_rows, min(plan.block_m, triton.next_power_of_2(max_query_len * shape.group)))
     # A warp takes 16 rows at least.

@@ -12,6 +12,7 @@ from hf_paged_attention.kernels.checks import AttentionShape
 from hf_paged_attention.kernels.launch import (
     SPECIALISED,
     SPECIALISED_8BIT,
+    SPECIALISED_WINDOWED,
     Gpu,
     SpecialisedPlan,
     UnifiedPlan,
@@ -36,8 +37,8 @@ def shape_of(**changes):
     return replace(shape, **changes)
 
 
-def specialised(shape, *, max_query_len=512, gpu=HOPPER):
-    return plan_unified(shape, max_query_len=max_query_len, max_seq_len=4096, gpu=gpu).specialised
+def specialised(shape, *, max_query_len=512, gpu=HOPPER, window=None):
+    return plan_unified(shape, max_query_len=max_query_len, max_seq_len=4096, gpu=gpu, window=window).specialised
 
 
 @pytest.fixture
@@ -91,6 +92,12 @@ def test_stages_of_bytes_fit_shared_memory_beside_the_converted(dim):
     assert tiles + scales + barriers <= HOPPER.shared_memory
 
 
+def test_narrow_windows_have_smaller_tiles(compiles):
+    assert specialised(shape_of(), window=1024) == SPECIALISED_WINDOWED[128]
+    assert specialised(shape_of(), window=4096) == SPECIALISED[128]
+    assert specialised(shape_of(head_dim=256, value_dim=256), window=1024) == SPECIALISED[256]
+
+
 def test_short_queries_and_other_gpus_keep_the_general_kernel(compiles):
     assert specialised(shape_of(), max_query_len=63) is None
     assert specialised(shape_of(), max_query_len=64) is not None
@@ -104,9 +111,8 @@ def test_without_a_known_gluon_the_general_kernel_serves(monkeypatch):
     launch.gluon_compiles.cache_clear()
 
 
-@pytest.mark.parametrize("dim", SPECIALISED)
-def test_stages_fit_shared_memory(dim):
-    plan = SPECIALISED[dim]
+@pytest.mark.parametrize(("dim", "plan"), [*SPECIALISED.items(), *SPECIALISED_WINDOWED.items()])
+def test_stages_fit_shared_memory(dim, plan):
     barriers = 1024
     tiles = 2 * dim * (128 + plan.block_n * (plan.key_stages + plan.value_stages))
     assert plan.key_stages >= 2
