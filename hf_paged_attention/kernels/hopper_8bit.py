@@ -227,7 +227,8 @@ def _convert(
     k_step_parity = 1
     v_step = (STEPS + 1 - V_STAGES) % STEPS
     v_step_parity = 1 if V_STAGES > 1 else 0
-    v_pages = pages
+    # Not `pages`: a name that the loop sets to what it was before the loop would not be carried by it.
+    v_pages = _pages(table_ptr, first_tile + BYTE_STAGES - 1, first_page, last_page, PAGE, BLOCK_N, BOX_KEYS)
     for tile in range(first_tile - 1, last_tile):
         following = tile + 1
         next_pages = _pages(table_ptr, following + BYTE_STAGES + 1, first_page, last_page, PAGE, BLOCK_N, BOX_KEYS)
