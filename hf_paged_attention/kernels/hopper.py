@@ -202,20 +202,30 @@ def _produce(
 
 @gluon.jit
 def _softmax(
-    s, row_max, row_sum, row_pos, tile, first_held, scale,
+    s, row_max, row_sum, row_pos, tile, first_held, scale, scales, stage,
     WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, S_LAYOUT: gl.constexpr, MASKED: gl.constexpr,
 ):  # fmt: skip
-    """Probabilities of a tile's scores [ROWS, BLOCK_N], the new maximum and sum, and what the old ones shrink by."""
+    """Probabilities of a tile's scores [ROWS, BLOCK_N], the new maximum and sum, and what the old ones shrink by.
+
+    scales: None, or shared memory [2 * stages, BLOCK_N] that holds what multiplies the keys' columns of scores, `scale`
+    included, and their columns of probabilities.
+    """
+    if scales is not None:
+        s = s * scales.index(2 * stage).load(gl.SliceLayout(0, S_LAYOUT))[None, :]
     if MASKED:
         keys = tile * BLOCK_N + gl.arange(0, BLOCK_N, layout=gl.SliceLayout(0, S_LAYOUT))
         seen = (keys >= first_held)[None, :] & (keys[None, :] <= row_pos[:, None])
         if WINDOW > 0:
             seen &= keys[None, :] > row_pos[:, None] - WINDOW
-        s = gl.where(seen, s * scale, float("-inf"))
+        s = gl.where(seen, s if scales is not None else s * scale, float("-inf"))
         new_max = gl.maximum(row_max, gl.max(s, 1))
         # A row that has seen no key yet keeps row_max = -inf; -inf - -inf would be NaN.
         safe_max = gl.where(new_max == float("-inf"), 0.0, new_max)
         p = gl.exp2(s - safe_max[:, None])
+    elif scales is not None:
+        new_max = gl.maximum(row_max, gl.max(s, 1))
+        safe_max = new_max
+        p = gl.exp2(s - new_max[:, None])
     else:
         # Scaled after the maximum: one fused multiply-add an element.
         new_max = gl.maximum(row_max, gl.max(s, 1) * scale)
@@ -223,6 +233,8 @@ def _softmax(
         p = gl.exp2(s * scale - new_max[:, None])
     alpha = gl.exp2(row_max - safe_max)
     row_sum = row_sum * alpha + gl.sum(p, 1)
+    if scales is not None:
+        p = p * scales.index(2 * stage + 1).load(gl.SliceLayout(0, S_LAYOUT))[None, :]
     return p, new_max, row_sum, alpha
 
 
@@ -250,12 +262,21 @@ def _unpacked(packed, dtype: gl.constexpr, P_LAYOUT: gl.constexpr):
 
 
 @gluon.jit
+def _values(v_ring, stage, VALUES_BY_SLOT: gl.constexpr):
+    """A stage's values [BLOCK_N, D], which a pool that is transposed in its pages brings as [D, BLOCK_N]."""
+    values = v_ring.index(stage)
+    if VALUES_BY_SLOT:
+        values = values.permute((1, 0))
+    return values
+
+
+@gluon.jit
 def _attend(
     acc, p, alpha, row_max, row_sum, q, k_ring, v_ring, k_full, v_full, done, turns, k_stage, k_parity,
-    v_stage, v_parity, step, turn_parity, low, high, last_tile, row_pos, first_held, scale,
+    v_stage, v_parity, step, turn_parity, low, high, last_tile, row_pos, first_held, scale, scales,
     PART: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr,
     PING_PONG: gl.constexpr, S_LAYOUT: gl.constexpr, O_LAYOUT: gl.constexpr, P_LAYOUT: gl.constexpr,
-    MASKED: gl.constexpr,
+    MASKED: gl.constexpr, VALUES_BY_SLOT: gl.constexpr,
 ):  # fmt: skip
     """Take the scores of the tiles [low, high), and the values of each one's predecessor.
 
@@ -271,12 +292,13 @@ def _attend(
         mbarrier.wait(v_full.index(v_stage), v_parity)
         # The tensor cores compute scores meanwhile.
         acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
-        acc = warpgroup_mma(_unpacked(p, v_ring.dtype, P_LAYOUT), v_ring.index(v_stage), acc, is_async=True)
+        v = _values(v_ring, v_stage, VALUES_BY_SLOT)
+        acc = warpgroup_mma(_unpacked(p, v_ring.dtype, P_LAYOUT), v, acc, is_async=True)
         if PING_PONG:
             mbarrier.arrive(turns.index(1 - PART), count=1)
         s = warpgroup_mma_wait(1, deps=(s,))
         next_p, row_max, row_sum, alpha = _softmax(
-            s, row_max, row_sum, row_pos, tile, first_held, scale, WINDOW, BLOCK_N, S_LAYOUT, MASKED
+            s, row_max, row_sum, row_pos, tile, first_held, scale, scales, k_stage, WINDOW, BLOCK_N, S_LAYOUT, MASKED
         )
         # The next tile's keys are waited for here because a branch keeps the assembler from moving the wait for the
         # product up, before the softmax.
@@ -298,10 +320,10 @@ def _attend(
 def _consume(
     query_ptr, out_ptr, lse_ptr, sinks_ptr, q_memory, k_memory, v_memory, k_full, v_full, done, turns,
     first_tile, full_tile, diagonal_tile, last_tile, query_start, first_token, query_len, seq_len, first_held, kv_head,
-    scale, stride_q_token, stride_q_head, stride_out_token, stride_out_head, stride_lse_token, stride_lse_head,
+    scale, scales, stride_q_token, stride_q_head, stride_out_token, stride_out_head, stride_lse_token, stride_lse_head,
     PART: gl.constexpr, GROUP: gl.constexpr, D: gl.constexpr, WINDOW: gl.constexpr, CUT: gl.constexpr,
     BLOCK_N: gl.constexpr, K_STAGES: gl.constexpr, V_STAGES: gl.constexpr, QUERY_IN_REGISTERS: gl.constexpr,
-    PING_PONG: gl.constexpr, NEGATED: gl.constexpr,
+    PING_PONG: gl.constexpr, NEGATED: gl.constexpr, VALUES_BY_SLOT: gl.constexpr,
 ):  # fmt: skip
     """Rows PART * ROWS on of the program's, over all its tiles of keys; there is at least one tile."""
     TILE_TOKENS: gl.constexpr = 2 * ROWS // GROUP
@@ -338,18 +360,23 @@ def _consume(
         row_sum = gl.full([ROWS], 1.0, gl.float32, gl.SliceLayout(1, S_LAYOUT))
     acc = gl.zeros([ROWS, D], gl.float32, O_LAYOUT)
     k_ring = _view(k_memory, [K_STAGES, BLOCK_N, D], LAYOUT)
-    v_ring = _view(v_memory, [V_STAGES, BLOCK_N, D], LAYOUT)
+    v_ring = _view(v_memory, [V_STAGES, D, BLOCK_N] if VALUES_BY_SLOT else [V_STAGES, BLOCK_N, D], LAYOUT)
 
     # The first tile's scores, for which no values are ready yet.
     mbarrier.wait(k_full.index(0), 0)
     s = gl.zeros([ROWS, BLOCK_N], gl.float32, S_LAYOUT)
     s = warpgroup_mma(q, k_ring.index(0).permute((1, 0)), s, use_acc=False, is_async=True)
     s = warpgroup_mma_wait(0, deps=(s,))
-    _barrier()
-    mbarrier.arrive(done.index(0), count=1)
+    if scales is None:
+        _barrier()
+        mbarrier.arrive(done.index(0), count=1)
     p, row_max, row_sum, alpha = _softmax(
-        s, row_max, row_sum, row_pos, first_tile, first_held, scale, WINDOW, BLOCK_N, S_LAYOUT, True
+        s, row_max, row_sum, row_pos, first_tile, first_held, scale, scales, 0, WINDOW, BLOCK_N, S_LAYOUT, True
     )
+    if scales is not None:
+        # A stage of keys holds their scales too.
+        _barrier()
+        mbarrier.arrive(done.index(0), count=1)
     p = _packed(p, v_ring.dtype)
     k_stage, k_parity = _next(0, 0, K_STAGES)
     mbarrier.wait(k_full.index(k_stage), k_parity, pred=first_tile + 1 < last_tile)
@@ -372,12 +399,13 @@ def _consume(
             high = last_tile
         acc, p, alpha, row_max, row_sum, k_stage, k_parity, v_stage, v_parity, step, turn_parity = _attend(
             acc, p, alpha, row_max, row_sum, q, k_ring, v_ring, k_full, v_full, done, turns, k_stage, k_parity, v_stage,
-            v_parity, step, turn_parity, low, high, last_tile, row_pos, first_held, scale, PART, WINDOW, BLOCK_N,
-            K_STAGES, V_STAGES, PING_PONG, S_LAYOUT, O_LAYOUT, P_LAYOUT, phase != 1,
+            v_parity, step, turn_parity, low, high, last_tile, row_pos, first_held, scale, scales, PART, WINDOW,
+            BLOCK_N, K_STAGES, V_STAGES, PING_PONG, S_LAYOUT, O_LAYOUT, P_LAYOUT, phase != 1, VALUES_BY_SLOT,
         )  # fmt: skip
     mbarrier.wait(v_full.index(v_stage), v_parity)
     acc = acc * gl.convert_layout(alpha, gl.SliceLayout(1, O_LAYOUT))[:, None]
-    acc = warpgroup_mma(_unpacked(p, v_ring.dtype, P_LAYOUT), v_ring.index(v_stage), acc, is_async=True)
+    v = _values(v_ring, v_stage, VALUES_BY_SLOT)
+    acc = warpgroup_mma(_unpacked(p, v_ring.dtype, P_LAYOUT), v, acc, is_async=True)
     acc = warpgroup_mma_wait(0, deps=(acc,))
 
     total = gl.where(row_sum == 0.0, 1.0, row_sum)
@@ -401,6 +429,46 @@ def _consume(
         lse_at = (query_start + tokens).to(gl.int64) * stride_lse_token
         lse_at += (kv_head * GROUP + rows % GROUP) * stride_lse_head
         gl.store(lse_ptr + lse_at, lse, mask=row_held)
+
+
+@gluon.jit
+def _tiles(
+    query_start_ptr, seq_lens_ptr, kv_start_ptr, num_requests,
+    GROUP: gl.constexpr, WINDOW: gl.constexpr, BLOCK_N: gl.constexpr,
+):  # fmt: skip
+    """The program's request and first token, which is none of the request's for a spare tile, and its tiles of keys.
+
+    A request's last tile of queries, which sees most keys, comes first; requests in the batch's order. Tiles of keys
+    before `full_tile` cut the window's or the request's first key, those from `diagonal_tile` on causality.
+    """
+    TILE_TOKENS: gl.constexpr = 2 * ROWS // GROUP
+    tile = gl.program_id(1)
+    request = _request_of_tile(query_start_ptr, tile, num_requests, TILE_TOKENS)
+    query_start = gl.load(query_start_ptr + request)
+    query_end = gl.load(query_start_ptr + request + 1)
+    query_len = query_end - query_start
+    first_token = (query_end // TILE_TOKENS + request - tile) * TILE_TOKENS
+    seq_len = gl.load(seq_lens_ptr + request)
+    kv_start = 0
+    if kv_start_ptr is not None:
+        kv_start = gl.load(kv_start_ptr + request)
+    first_pos = seq_len - query_len + first_token
+    last_pos = seq_len - query_len + gl.minimum(first_token + TILE_TOKENS, query_len) - 1
+
+    first_held = kv_start
+    first_full = kv_start
+    if WINDOW > 0:
+        first_held = gl.maximum(kv_start, first_pos - WINDOW + 1)
+        first_full = gl.maximum(kv_start, last_pos - WINDOW + 1)
+    last_tile = gl.cdiv(last_pos + 1, BLOCK_N)
+    # One tile at least, all of it masked for queries before the request's first key.
+    first_tile = gl.minimum(first_held // BLOCK_N, last_tile - 1)
+    full_tile = gl.minimum(gl.cdiv(first_full, BLOCK_N), last_tile)
+    diagonal_tile = gl.maximum((first_pos + 1) // BLOCK_N, full_tile)
+    return (
+        request, query_start, query_len, seq_len, kv_start, first_token, first_held, first_tile, full_tile,
+        diagonal_tile, last_tile,
+    )  # fmt: skip
 
 
 @gluon.jit
@@ -443,36 +511,14 @@ def _specialised_kernel(
 ):
     _follow(DEPENDENT)
     gl.static_assert(K_STAGES >= 2, "a consumer holds the keys of one tile while it waits for the next")
-    TILE_TOKENS: gl.constexpr = 2 * ROWS // GROUP
     kv_head = gl.program_id(0)
-    # A request's last tile, which sees most keys, comes first; requests in the batch's order.
-    tile = gl.program_id(1)
-    request = _request_of_tile(query_start_ptr, tile, num_requests, TILE_TOKENS)
-    query_start = gl.load(query_start_ptr + request)
-    query_end = gl.load(query_start_ptr + request + 1)
-    query_len = query_end - query_start
-    first_token = (query_end // TILE_TOKENS + request - tile) * TILE_TOKENS
+    (
+        request, query_start, query_len, seq_len, kv_start, first_token, first_held, first_tile, full_tile,
+        diagonal_tile, last_tile,
+    ) = _tiles(query_start_ptr, seq_lens_ptr, kv_start_ptr, num_requests, GROUP, WINDOW, BLOCK_N)  # fmt: skip
     # A spare tile, or one past the last request's.
     if (first_token >= query_len) | (first_token < 0):
         return
-    seq_len = gl.load(seq_lens_ptr + request)
-    kv_start = 0
-    if kv_start_ptr is not None:
-        kv_start = gl.load(kv_start_ptr + request)
-    first_pos = seq_len - query_len + first_token
-    last_pos = seq_len - query_len + gl.minimum(first_token + TILE_TOKENS, query_len) - 1
-
-    # Tiles before `full_tile` cut the window's or the request's first key, those from `diagonal_tile` on causality.
-    first_held = kv_start
-    first_full = kv_start
-    if WINDOW > 0:
-        first_held = gl.maximum(kv_start, first_pos - WINDOW + 1)
-        first_full = gl.maximum(kv_start, last_pos - WINDOW + 1)
-    last_tile = gl.cdiv(last_pos + 1, BLOCK_N)
-    # One tile at least, all of it masked for queries before the request's first key.
-    first_tile = gl.minimum(first_held // BLOCK_N, last_tile - 1)
-    full_tile = gl.minimum(gl.cdiv(first_full, BLOCK_N), last_tile)
-    diagonal_tile = gl.maximum((first_pos + 1) // BLOCK_N, full_tile)
 
     BOXES: gl.constexpr = D // PANEL * (BLOCK_N // BOX_KEYS)
     STEPS: gl.constexpr = max(K_STAGES, V_STAGES + 1)
@@ -507,16 +553,16 @@ def _specialised_kernel(
             (_consume, (
                 query_ptr, out_ptr, lse_ptr, sinks_ptr, q_memory, k_memory, v_memory, k_full, v_full, done,
                 turns, first_tile, full_tile, diagonal_tile, last_tile, query_start, first_token, query_len, seq_len,
-                first_held, kv_head, scale, stride_q_token, stride_q_head, stride_out_token, stride_out_head,
+                first_held, kv_head, scale, None, stride_q_token, stride_q_head, stride_out_token, stride_out_head,
                 stride_lse_token, stride_lse_head, FIRST, GROUP, D, WINDOW, CUT, BLOCK_N, K_STAGES, V_STAGES,
-                QUERY_IN_REGISTERS, PING_PONG, NEGATED,
+                QUERY_IN_REGISTERS, PING_PONG, NEGATED, False,
             )),
             (_consume, (
                 query_ptr, out_ptr, lse_ptr, sinks_ptr, q_memory, k_memory, v_memory, k_full, v_full, done,
                 turns, first_tile, full_tile, diagonal_tile, last_tile, query_start, first_token, query_len, seq_len,
-                first_held, kv_head, scale, stride_q_token, stride_q_head, stride_out_token, stride_out_head,
+                first_held, kv_head, scale, None, stride_q_token, stride_q_head, stride_out_token, stride_out_head,
                 stride_lse_token, stride_lse_head, SECOND, GROUP, D, WINDOW, CUT, BLOCK_N, K_STAGES, V_STAGES,
-                QUERY_IN_REGISTERS, PING_PONG, NEGATED,
+                QUERY_IN_REGISTERS, PING_PONG, NEGATED, False,
             )),
             (_produce, (
                 k_desc, v_desc, k_memory, v_memory, k_full, v_full, done, v_copied, table_ptr, first_tile,

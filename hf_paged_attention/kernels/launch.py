@@ -44,10 +44,11 @@ def gpu_of(device: torch.device) -> Gpu:
 
 @dataclass(frozen=True)
 class SpecialisedPlan:
-    """The kernel of hopper.py: block_n keys a tile, stages of keys and of values.
+    """The kernel of hopper.py, or of hopper_8bit.py: block_n keys a tile, stages of keys and of values.
 
     query_in_registers: the query is an operand from registers, else from shared memory. ping_pong: the two consumers
-    take turns at the tensor cores.
+    take turns at the tensor cores. byte_stages: of 8-bit keys and of 8-bit values, before they are converted.
+    converter_registers: a thread of the warps that convert; from 88 on a tile is converted before its stage is free.
     """
 
     block_n: int
@@ -55,6 +56,8 @@ class SpecialisedPlan:
     value_stages: int
     query_in_registers: bool = False
     ping_pong: bool = False
+    byte_stages: int = 0
+    converter_registers: int = 72
 
 
 @dataclass(frozen=True)
@@ -275,35 +278,52 @@ SPECIALISED: dict[int, SpecialisedPlan] = {
     128: SpecialisedPlan(128, 3, 3),
     256: SpecialisedPlan(64, 3, 2),
 }
+# The same over 8-bit caches, which needs room for bytes and registers for the warps that convert them.
+SPECIALISED_8BIT: dict[int, SpecialisedPlan] = {
+    64: SpecialisedPlan(128, 3, 3, byte_stages=3),
+    128: SpecialisedPlan(128, 2, 2, byte_stages=2),
+    256: SpecialisedPlan(64, 2, 2, byte_stages=1),
+}
+# In a window of so few keys the tiles that are masked, two a program, weigh more than what a larger tile gains.
+SPECIALISED_WINDOW = 2048
+SPECIALISED_WINDOWED: dict[int, SpecialisedPlan] = {128: SpecialisedPlan(64, 6, 6, True)}
 # Rows a request below which that kernel's 128 rows a program would mostly be empty.
 SPECIALISED_ROWS = 256
 
 
 @lru_cache
 def gluon_compiles() -> bool:
-    """Whether hopper.py is for this Triton: Gluon's names change from version to version, and these were compiled."""
+    """Whether hopper.py and hopper_8bit.py are for this Triton: Gluon changes with versions; these were compiled."""
     if not triton.__version__.startswith(("3.6.", "3.9.")) or torch.version.hip is not None:
         return False
     try:
-        from . import hopper  # noqa: F401
+        from . import hopper, hopper_8bit  # noqa: F401
     except Exception:  # whatever a build without Gluon raises: the other kernel serves every call
         return False
     return True
 
 
-def plan_specialised(shape: AttentionShape, max_query_len: int, gpu: Gpu) -> SpecialisedPlan | None:
+def plan_specialised(
+    shape: AttentionShape, max_query_len: int, gpu: Gpu, window: int | None = None
+) -> SpecialisedPlan | None:
     """The plan of Hopper's own kernel, None where it does not take the shape."""
+    plans = SPECIALISED_8BIT if shape.quantized else SPECIALISED
+    if not shape.quantized and window is not None and window <= SPECIALISED_WINDOW:
+        plans = SPECIALISED | SPECIALISED_WINDOWED
+    # A swizzled row of transposed values is 64 keys at least.
+    stored = shape.page >= 64 if shape.quantized else shape.pool_dtype == shape.query_dtype
     takes = (
         gpu.kind == "hopper"
         and shape.query_dtype in (torch.bfloat16, torch.float16)
-        and shape.pool_dtype == shape.value_pool_dtype == shape.query_dtype
+        and stored
+        and shape.value_pool_dtype == shape.pool_dtype
         and shape.head_dim == shape.value_dim
-        and shape.head_dim in SPECIALISED
+        and shape.head_dim in plans
         and shape.group <= 64
         and max_query_len * shape.group >= SPECIALISED_ROWS
         and gluon_compiles()
     )
-    return SPECIALISED[shape.head_dim] if takes else None
+    return plans[shape.head_dim] if takes else None
 
 
 def storage_of(shape: AttentionShape) -> str:
@@ -376,7 +396,7 @@ def plan_unified(
         # Three products of 11-bit floats, whose operands lie in shared memory twice.
         plan = UnifiedPlan(64, 32, 4, 2)
     plan = plan or UnifiedPlan(128, 64, 8 if wide else 4, 2)
-    plan = replace(plan, specialised=plan_specialised(shape, max_query_len, gpu))
+    plan = replace(plan, specialised=plan_specialised(shape, max_query_len, gpu, window))
     group_rows = triton.next_power_of_2(shape.group)
     rows = max(16, group_rows, min(plan.block_m, triton.next_power_of_2(max_query_len * shape.group)))
     # A warp takes 16 rows at least.

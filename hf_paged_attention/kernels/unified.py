@@ -373,11 +373,18 @@ def unified_attention(
     if plan is None:
         plan = plan_unified(shape, max_query_len=max_query_len, max_seq_len=max_seq_len, window=window)
     if plan.specialised and softcap is None and shape.page == k_pool.shape[1]:
-        from .hopper import specialised_attention  # Gluon, which not every Triton has
+        # Gluon, which not every Triton has.
+        if shape.quantized:
+            from .hopper_8bit import specialised_8bit_attention as specialised
 
-        taken = specialised_attention(
+            scales = {"k_scale": k_scale, "v_scale": v_scale}
+        else:
+            from .hopper import specialised_attention as specialised
+
+            scales = {}
+        taken = specialised(
             query, k_pool, v_pool, out, shape, plan.specialised, query_start_loc=query_start_loc, seq_lens=seq_lens,
-            block_table=block_table, scale=scale, window=window, sinks=sinks, kv_start=kv_start, lse=lse,
+            block_table=block_table, scale=scale, window=window, sinks=sinks, kv_start=kv_start, lse=lse, **scales,
         )  # fmt: skip
         if taken:
             return out
