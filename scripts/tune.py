@@ -71,9 +71,10 @@ def decode_cases(fmt: str) -> list[Spec]:
     long = [("qwen3-8b", 16, 8192), ("qwen3-8b", 1, 32768), ("gemma3-4b", 16, 8192), ("mha", 8, 8192)]
     short = [("qwen3-8b", 1, 1024), ("qwen3-8b", 1, 4096), ("gemma3-4b", 1, 4096), ("mha", 1, 2048)]
     short += [("qwen2.5-1.5b", 1, 1024), ("qwen2.5-1.5b", 1, 4096), ("qwen2.5-1.5b", 1, 32768)]
+    many = [("qwen3-8b", 64, 4096), ("qwen3-8b", 128, 1024), ("gemma3-4b", 128, 2048)]
     small = [page // 2, 16] if fmt != "auto" else [16]
     return [
-        *(even(*case, format=fmt, block_size=page) for case in long + short),
+        *(even(*case, format=fmt, block_size=page) for case in long + short + many),
         *(even("qwen3-8b", 16, 8192, format=fmt, block_size=block) for block in small),
     ]
 
@@ -91,6 +92,8 @@ def split_choices(choice: DecodeChoice, regime: str) -> list[DecodeChoice]:
     """The splits to try: their number where the memory bounds a call, their least size where latency does."""
     if regime == "short":
         return [replace(choice, programs_per_sm=p, min_tiles=t) for p in (0.5, 1, 2) for t in (1, 2, 4)]
+    if regime == "many":
+        return [replace(choice, programs_per_sm=p) for p in (1, 2)]
     return [replace(choice, programs_per_sm=p) for p in PROGRAMS_PER_SM]
 
 

@@ -336,12 +336,15 @@ def storage_of(shape: AttentionShape) -> str:
 def regime(shape: AttentionShape, keys: int, gpu: Gpu) -> str:
     """What bounds a decode call of up to `keys` keys a request.
 
-    "short": latency, an SM has few tiles; "small pages": a tile is gathered from several; "long": the memory.
+    "short": latency, an SM has few tiles; "small pages": a tile is gathered from several; "many": the starts and ends of
+    programs, which those of requests that fill the SMs without being split; "long": the memory.
     """
     tiles = shape.requests * shape.kv_heads * triton.cdiv(keys, 64)
     if tiles <= SHORT_TILES * gpu.sms:
         return "short"
-    return "small pages" if shape.page < (128 if shape.quantized else 64) else "long"
+    if shape.page < (128 if shape.quantized else 64):
+        return "small pages"
+    return "many" if shape.requests * shape.kv_heads >= 2 * gpu.sms else "long"
 
 
 def prefill_regime(shape: AttentionShape, gpu: Gpu) -> str:

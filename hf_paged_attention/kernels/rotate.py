@@ -4,7 +4,7 @@
 
 states [N, H, D], factor f [Hkv, D] of powers of two with one row a KV head, H [D, D] a Hadamard matrix on blocks of
 the largest power of two that divides D. Grid: tiles of ROWS (token, head) rows of one KV head, times the KV heads.
-`write_kv` turns its keys, and the queries that will meet them, on the way; `rotate_heads` turns queries that come alone.
+`write_kv` turns its keys, and the queries that will meet them, on the way; `rotate_heads` turns those that come alone.
 
 H spreads an outlier channel over its block, as QuaRot does (arXiv:2404.00456, section 4); f makes channels alike
 before. With factors that are powers of two and a matrix of ±1 the products are exact in bf16, so turning keys adds no

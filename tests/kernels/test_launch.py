@@ -108,6 +108,8 @@ def test_a_decode_call_is_short_by_its_tiles_an_sm():
     one, many = shape_of(32, 8, 128), shape_of(32, 8, 128, requests=16)
     assert regime(one, 4096, HOPPER) == regime(one, 6144, HOPPER) == "short"
     assert regime(one, 32768, HOPPER) == regime(many, 8192, HOPPER) == "long"
+    assert regime(shape_of(32, 8, 128, requests=33), 4096, HOPPER) == "many"
+    assert regime(shape_of(32, 8, 128, requests=32), 4096, HOPPER) == "long"
     assert regime(shape_of(32, 8, 128, page=16, requests=16), 8192, HOPPER) == "small pages"
     assert regime(shape_of(32, 8, 128, pool_dtype=torch.int8, requests=16), 8192, HOPPER) == "small pages"
     assert plan_decode(many, max_seq_len=8192, window=256, gpu=HOPPER) == plan_decode(many, max_seq_len=256, gpu=HOPPER)
