@@ -92,7 +92,7 @@ def split_choices(choice: DecodeChoice, regime: str) -> list[DecodeChoice]:
     """The splits to try: their number where the memory bounds a call, their least size where latency does."""
     if regime == "short":
         return [replace(choice, programs_per_sm=p, min_tiles=t) for p in (0.5, 1, 2) for t in (1, 2, 4)]
-    if regime == "many":
+    if regime in ("many", "brief"):
         return [replace(choice, programs_per_sm=p) for p in (1, 2)]
     return [replace(choice, programs_per_sm=p) for p in PROGRAMS_PER_SM]
 

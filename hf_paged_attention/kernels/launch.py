@@ -83,6 +83,8 @@ FEWEST_BYTES = 128
 
 # Tiles of 64 keys an SM up to which a decode call is "short": 1 x 6,144 for 8 KV heads on 132 SMs.
 SHORT_TILES = 6
+# Keys a request up to which fewer stages pay: more programs an SM hide each other's starts and ends.
+BRIEF_KEYS = 1024
 
 
 @dataclass(frozen=True)
@@ -198,16 +200,20 @@ DECODE: dict[str, dict[tuple, DecodeChoice]] = {
         ("16-bit", 128, "long"): DecodeChoice(64, 4, 4, 1, 2, "keys", 2, False),
         ("16-bit", 128, "short"): DecodeChoice(64, 4, 3, 1, 1, "rows", 2, False),
         ("16-bit", 128, "small pages"): DecodeChoice(128, 4, 3, 1, 2, "rows", 2, False),
+        ("16-bit", 128, "many"): DecodeChoice(64, 4, 3, 1, 2, "keys", 2, True),
         ("16-bit", 256, "long"): DecodeChoice(64, 4, 3, 1, 2, "keys", 2, True),
-        ("16-bit", 256, "short"): DecodeChoice(64, 4, 3, 2, 2, "keys", 2, True),
+        ("16-bit", 256, "short"): DecodeChoice(64, 4, 3, 1, 1, "keys", 2, True),
+        ("16-bit", 256, "many"): DecodeChoice(64, 4, 3, 1, 2, "keys", 2, True),
         ("fp8", 64, "long"): DecodeChoice(128, 4, 3, 4, 1, "bytes", 3, False),
         ("fp8", 64, "short"): DecodeChoice(128, 4, 2, 2, 1, "bytes", 3, False),
         ("fp8", 64, "small pages"): DecodeChoice(128, 4, 3, 3, 2, "bytes", 3, False),
         ("fp8", 128, "long"): DecodeChoice(128, 4, 4, 1, 2, "bytes", 3, True),
         ("fp8", 128, "short"): DecodeChoice(128, 4, 3, 1, 1, "bytes", 3, False),
         ("fp8", 128, "small pages"): DecodeChoice(128, 4, 3, 2, 2, "bytes", 3, False),
+        ("fp8", 128, "many"): DecodeChoice(128, 4, 3, 1, 2, "bytes", 3, True),
+        ("fp8", 128, "brief"): DecodeChoice(128, 4, 2, 1, 2, "bytes", 3, True),
         ("fp8", 256, "long"): DecodeChoice(128, 4, 3, 1, 2, "bytes", 3, True),
-        ("fp8", 256, "short"): DecodeChoice(128, 4, 3, 2, 1, "bytes", 3, False),
+        ("fp8", 256, "short"): DecodeChoice(128, 4, 3, 1, 1, "bytes", 3, True),
         ("fp8", 256, "small pages"): DecodeChoice(128, 4, 3, 1, 2, "bytes", 3, False),
         ("int8", 64, "long"): DecodeChoice(128, 4, 3, 4, 1, "bytes", 2, False),
         ("int8", 64, "short"): DecodeChoice(128, 4, 3, 2, 1, "bytes", 2, False),
@@ -215,8 +221,10 @@ DECODE: dict[str, dict[tuple, DecodeChoice]] = {
         ("int8", 128, "long"): DecodeChoice(128, 4, 4, 1, 2, "bytes", 2, False),
         ("int8", 128, "short"): DecodeChoice(128, 4, 3, 1, 1, "bytes", 2, False),
         ("int8", 128, "small pages"): DecodeChoice(128, 4, 3, 2, 2, "bytes", 2, False),
+        ("int8", 128, "many"): DecodeChoice(128, 4, 3, 1, 2, "bytes", 2, True),
+        ("int8", 128, "brief"): DecodeChoice(128, 4, 2, 1, 2, "bytes", 2, True),
         ("int8", 256, "long"): DecodeChoice(128, 4, 3, 1, 2, "bytes", 2, True),
-        ("int8", 256, "short"): DecodeChoice(128, 4, 2, 2, 1, "bytes", 2, False),
+        ("int8", 256, "short"): DecodeChoice(128, 4, 3, 1, 1, "bytes", 2, True),
         ("int8", 256, "small pages"): DecodeChoice(128, 8, 3, 1, 2, "bytes", 2, False),
     },
     "ampere": {
@@ -336,15 +344,17 @@ def storage_of(shape: AttentionShape) -> str:
 def regime(shape: AttentionShape, keys: int, gpu: Gpu) -> str:
     """What bounds a decode call of up to `keys` keys a request.
 
-    "short": latency, an SM has few tiles; "small pages": a tile is gathered from several; "many": the starts and ends of
-    programs, which those of requests that fill the SMs without being split; "long": the memory.
+    "short": latency, an SM has few tiles; "small pages": a tile is gathered from several; "many": the starts and ends
+    of the programs of requests that fill the SMs unsplit, "brief" where each has few tiles; "long": the memory.
     """
     tiles = shape.requests * shape.kv_heads * triton.cdiv(keys, 64)
     if tiles <= SHORT_TILES * gpu.sms:
         return "short"
     if shape.page < (128 if shape.quantized else 64):
         return "small pages"
-    return "many" if shape.requests * shape.kv_heads >= 2 * gpu.sms else "long"
+    if shape.requests * shape.kv_heads < 2 * gpu.sms:
+        return "long"
+    return "brief" if keys <= BRIEF_KEYS else "many"
 
 
 def prefill_regime(shape: AttentionShape, gpu: Gpu) -> str:
@@ -422,7 +432,10 @@ def plan_decode(
     """The tile and splits of `decode_attention`: enough splits to fill every SM, none shorter than two tiles."""
     gpu = gpu or gpu_of(shape.device)
     keys = max_seq_len if window is None else min(window, max_seq_len)
-    row = _row(DECODE, gpu, shape, regime(shape, keys, gpu), "long") or DecodeChoice(64, 4, 3, 4, 2, "rows", 2, False)
+    name = regime(shape, keys, gpu)
+    # A brief call without a row of its own is one of many.
+    names = ("brief", "many", "long") if name == "brief" else (name, "long")
+    row = _row(DECODE, gpu, shape, *names) or DecodeChoice(64, 4, 3, 4, 2, "rows", 2, False)
     plan = row.plan(shape.group, shape.kv_heads, shape.value_dim, gpu.sms)
 
     def size(plan):

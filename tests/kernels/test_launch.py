@@ -101,7 +101,7 @@ def test_a_gpu_class_has_choices_for_every_storage(table):
     for gpu, rows in table.items():
         assert {key[0] for key in rows} == {"16-bit", "int8", "fp8"}, gpu
         assert all(key[1] in (64, 128, 256) for key in rows)
-        assert all(key[2] in ("long", "short", "small pages") for key in rows)
+        assert all(key[2] in ("long", "short", "small pages", "many", "brief") for key in rows)
 
 
 def test_a_decode_call_is_short_by_its_tiles_an_sm():
@@ -109,6 +109,7 @@ def test_a_decode_call_is_short_by_its_tiles_an_sm():
     assert regime(one, 4096, HOPPER) == regime(one, 6144, HOPPER) == "short"
     assert regime(one, 32768, HOPPER) == regime(many, 8192, HOPPER) == "long"
     assert regime(shape_of(32, 8, 128, requests=33), 4096, HOPPER) == "many"
+    assert regime(shape_of(32, 8, 128, requests=128), 1024, HOPPER) == "brief"
     assert regime(shape_of(32, 8, 128, requests=32), 4096, HOPPER) == "long"
     assert regime(shape_of(32, 8, 128, page=16, requests=16), 8192, HOPPER) == "small pages"
     assert regime(shape_of(32, 8, 128, pool_dtype=torch.int8, requests=16), 8192, HOPPER) == "small pages"
