@@ -90,6 +90,11 @@ class Row:
         times = {n: timing.Time(**t) if isinstance(t, dict) else t for n, t in entry["times"].items()}
         return cls(**{**entry, "times": times})
 
+    def take_peers(self, other: "Row") -> None:
+        """Peers' times of a row on the same sizes: they know no pages and no formats."""
+        self.times |= {name: time for name, time in other.times.items() if name != "ours"}
+        self.memory |= {name: size for name, size in other.memory.items() if name != "ours"}
+
 
 # Peers ---------------------------------------------------------------------------------------------------------------
 
@@ -253,6 +258,14 @@ def measure(spec: Spec, peers: list[str], bandwidth: float | None) -> Row:
     row.times["ours"] = timing.time_graph(case.run, layers)
     row.memory["ours"] = peak_of(functools.partial(case.run, 0)) + case.out[0].nbytes  # which is allocated by now
     del case
+    measure_peers(spec, peers, layers, row)
+    counters.forget_graphs()
+    torch.cuda.empty_cache()
+    return row
+
+
+def measure_peers(spec: Spec, peers: list[str], layers: int, row: Row) -> None:
+    """Time the peers on a case's sizes, into its row."""
     for name in peers:
         try:
             calls = PEERS[name](spec, layers)
@@ -275,9 +288,6 @@ def measure(spec: Spec, peers: list[str], bandwidth: float | None) -> Row:
         fastest = min(alike, key=lambda n: row.times[n].median)
         row.times = {n: t for n, t in row.times.items() if n not in alike} | {"sdpa": row.times[fastest]}
         row.memory = {n: m for n, m in row.memory.items() if n not in alike} | {"sdpa": row.memory[fastest]}
-    counters.forget_graphs()
-    torch.cuda.empty_cache()
-    return row
 
 
 def block_sizes(args, fmt: str) -> list[int]:
@@ -337,12 +347,19 @@ def run_attention(args, specs: list[Spec], bandwidth: float | None, say) -> list
             if error:
                 say(f"  {spec.shape} {spec.label} {spec.format}: {error}")
     rows = []
+    exact: dict[Spec, Row] = {}  # whose peers the same case in another format has too
     for spec in specs:
         if args.seconds and time.monotonic() - args.started > args.seconds:
             say(f"stopped after {args.seconds} s: {len(specs) - len(rows)} cases left out")
             break
         try:
-            rows.append(measure(spec, args.peer, bandwidth))
+            like = replace(spec, format="auto", block_size=64)
+            known = exact.get(like)
+            rows.append(measure(spec, [] if known else args.peer, bandwidth))
+            if known:
+                rows[-1].take_peers(known)
+            else:
+                exact[like] = rows[-1]
         except (AssertionError, RuntimeError) as error:
             rows.append(Row(str(spec.sizes), spec.label, spec.format, spec.block_size, spec.extras))
             rows[-1].times["ours"] = f"{type(error).__name__}: {str(error).splitlines()[0][:80]}"
