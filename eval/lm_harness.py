@@ -2,12 +2,13 @@
 
     pip install lm_eval
     python eval/lm_harness.py run --model hf-paged --model_args pretrained=Qwen/Qwen3-0.6B,kv_dtype=int8 --tasks gsm8k
-    python eval/lm_harness.py run --model hf-paged --model_args pretrained=NAME,kv_dtype=int8,chunk=128 --tasks piqa
+    python eval/lm_harness.py run --model hf-paged --model_args pretrained=NAME,kv_dtype=int8:int4,chunk=64 --tasks piqa
 
 The harness's own model `hf` has no argument for a cache, and `attn_implementation=paged_triton` in its `--model_args`
 measures the exact model: a log-likelihood request is one forward pass for which Transformers builds its own cache, and
 attention reads the keys and values just computed. `enable(model, kv_dtype=...)` changes that for `generate` alone.
 `hf-paged` hands a `PagedCache` to every forward pass and every `generate`: both kinds of request read the cache.
+Run with lm_eval 0.4.13.
 """
 
 import sys

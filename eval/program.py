@@ -5,6 +5,9 @@ import functools
 import os
 import sys
 
+# What a program imports when it is asked to measure, not before: its --help needs none of them.
+NEEDED = ("accelerate", "rich")
+
 
 class BadInput(ValueError):
     """What was asked cannot be done. The message is one line: the argument, its value, and the way out."""
@@ -32,15 +35,23 @@ class Parser(argparse.ArgumentParser):
 
 
 def answers_bad_input(main):
-    """Decorate `main(argv) -> exit status`: a `BadInput` becomes one line on standard error and exit status 2."""
+    """Decorate `main(argv) -> exit status`: a `BadInput` becomes one line on standard error and exit status 2.
+
+    So does a package of `NEEDED` that is not installed: a checkout runs where nobody has installed what it depends on.
+    """
 
     @functools.wraps(main)
     def wrapped(argv: list[str] | None = None) -> int:
         try:
             return main(argv)
-        except BadInput as error:
+        except (BadInput, ModuleNotFoundError) as error:
+            message = str(error)
+            if isinstance(error, ModuleNotFoundError):
+                if error.name not in NEEDED:
+                    raise
+                message = f"needs a package: pip install {error.name}"
             if os.environ.get("RANK", "0") == "0":  # under `accelerate launch` every process meets the same complaint
-                print(f"error: {' '.join(str(error).split())}", file=sys.stderr)
+                print(f"error: {' '.join(message.split())}", file=sys.stderr)
             return 2
         except KeyboardInterrupt:
             print("stopped", file=sys.stderr)

@@ -13,14 +13,16 @@ from lm_eval.models.huggingface import HFLM
 from eval.lm_harness import PagedHFLM
 
 PAIRS = [("the quick brown fox jumps over", " the lazy dog"), ("a longer context than the other one, and", " its end")]
+# More than a block and the 64 newest tokens, which an int4 cache keeps as they arrived.
+LONG_PAIRS = [(context * 4, end) for context, end in PAIRS]
 
 
 def requests(kind, arguments):
     return [Instance(kind, {}, each, number) for number, each in enumerate(arguments)]
 
 
-def log_likelihoods(lm):
-    return [value for value, _ in lm.loglikelihood(requests("loglikelihood", PAIRS), disable_tqdm=True)]
+def log_likelihoods(lm, pairs=PAIRS):
+    return [value for value, _ in lm.loglikelihood(requests("loglikelihood", pairs), disable_tqdm=True)]
 
 
 @pytest.fixture
@@ -46,7 +48,17 @@ def test_a_log_likelihood_reads_the_cache_only_under_our_model(options):
     assert all(abs(a - b) > 1e-2 for a, b in zip(int8, want, strict=True))
 
 
-def test_generation_reads_the_cache(options, monkeypatch):
+@pytest.mark.parametrize("chunk", [0, 7])
+def test_a_pair_of_formats_is_neither_of_them(options, chunk):
+    found = {}
+    for kv_dtype in ("auto", "int8", "int8:int4", "int4:int8", "int4"):
+        lm = PagedHFLM(kv_dtype=kv_dtype, block_size=32, chunk=chunk, **options)
+        found[kv_dtype] = log_likelihoods(lm, LONG_PAIRS)
+    assert len({tuple(values) for values in found.values()}) == len(found)
+
+
+@pytest.mark.parametrize(("kv_dtype", "asked_for"), [("int8", "int8"), ("int8:int4", ("int8", "int4"))])
+def test_generation_reads_the_cache(options, monkeypatch, kv_dtype, asked_for):
     caches = []
     original = hf_paged_attention.generation.PagedCache
 
@@ -54,14 +66,15 @@ def test_generation_reads_the_cache(options, monkeypatch):
         caches.append(keywords)
         return original(*arguments, **keywords)
 
-    lm = PagedHFLM(kv_dtype="int8", **options)
+    lm = PagedHFLM(kv_dtype=kv_dtype, **options)
     monkeypatch.setattr(hf_paged_attention.generation, "PagedCache", counted)
     asked = requests("generate_until", [(prompt, {"until": ["\n\n"], "max_gen_toks": 8}) for prompt, _ in PAIRS])
     with torch.no_grad():
         assert len(lm.generate_until(asked, disable_tqdm=True)) == 2
-    assert [keywords["kv_dtype"] for keywords in caches] == ["int8"]
+    assert [keywords["kv_dtype"] for keywords in caches] == [asked_for]
 
 
-def test_an_unknown_format_is_refused(options):
-    with pytest.raises(ValueError, match="int3"):
-        PagedHFLM(kv_dtype="int3", **options)
+@pytest.mark.parametrize("kv_dtype", ["int3", "int8:int3", "int8:int4:int8"])
+def test_an_unknown_format_is_refused(options, kv_dtype):
+    with pytest.raises(ValueError, match="is not a cache format"):
+        PagedHFLM(kv_dtype=kv_dtype, **options)

@@ -61,3 +61,10 @@ def test_two_processes_give_the_numbers_of_one(tiny_folder, tmp_path, text):
         del row["seconds"]
     assert one["results"] == two["results"], "the same windows on the same number of threads: to the last digit"
     assert not list(tmp_path.glob("*.partial*"))
+
+
+def test_without_accelerate_one_line_says_so():
+    program = "import sys; sys.modules['accelerate'] = None; from eval import perplexity; sys.exit(perplexity.main([]))"
+    done = subprocess.run([sys.executable, "-c", program], cwd=ROOT, capture_output=True, text=True, timeout=300)
+    assert done.returncode == 2
+    assert done.stderr == "error: needs a package: pip install accelerate\n"
