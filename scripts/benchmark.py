@@ -598,9 +598,8 @@ def plot_rates(path: str, rows: list[Row]) -> None:
     """TFLOP/s of prefill over the tokens of a prompt, a figure a shape."""
     from matplotlib import pyplot
 
-    plain = [
-        row for row in rows if row.format == "auto" and not row.extras and "on" not in row.case and "1 ×" in row.case
-    ]
+    whole = [row for row in rows if not row.extras and "on" not in row.case and row.case.startswith("1 ×")]
+    plain = [row for row in whole if row.format == "auto" and row.block_size == whole[0].block_size]
     cases: dict[str, set] = {}
     for row in plain:
         cases.setdefault(row.what, set()).add(row.case)
