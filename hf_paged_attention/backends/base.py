@@ -23,13 +23,17 @@ class Backend(Protocol):
     def write(self, key: torch.Tensor, value: torch.Tensor, kv: PagedKV, slot_mapping: torch.Tensor) -> None:
         """Store keys `[N, Hkv, D]` and values `[N, Hkv, Dv]` in slots `[N]`, encoding them on the way."""
 
-    def write_turning(
-        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: PagedKV, slot_mapping: torch.Tensor
-    ) -> torch.Tensor:
-        """Optional. `write` where `kv.turn_factor` is set, and in the same launch the queries `[N, Hq, D]` turned."""
-
     def seal(self, key: torch.Tensor, value: torch.Tensor, kv: PagedKV, batch: BatchMetadata) -> None:
         """int4 keys: encode the blocks that `batch.tail` names, from `kv.tail` and the new tokens `[N, Hkv, D]`."""
 
     def attend(self, query: torch.Tensor, kv: PagedKV, batch: BatchMetadata, spec: AttentionSpec) -> torch.Tensor:
         """Attention of queries `[N, Hq, D]` over the pages: `[N, Hq, Dv]` in the queries' dtype."""
+
+
+class TurningBackend(Backend, Protocol):
+    """One that can turn queries in the launch that writes their keys; `attend` is then given turned ones."""
+
+    def write_turning(
+        self, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor, kv: PagedKV, slot_mapping: torch.Tensor
+    ) -> torch.Tensor:
+        """`write` where `kv.turn_factor` is set; returns the queries `[N, Hq, D]` turned by it (kernels/rotate.py)."""

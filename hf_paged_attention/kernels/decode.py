@@ -526,9 +526,10 @@ def decode_attention(
         out = query.new_empty(shape.tokens, shape.query_heads, shape.value_dim)
     if shape.tokens == 0 or shape.requests == 0:
         return out
+    allowed = {"values_by_slot": v_pool.stride(1) == 1, "whole_pages": shape.page == k_pool.shape[1]}
     if plan is None:
-        plan = plan_decode(shape, max_seq_len=max_seq_len, window=window)
-    plan = plan.for_call(shape, values_by_slot=v_pool.stride(1) == 1, whole_pages=shape.page == k_pool.shape[1])
+        plan = plan_decode(shape, max_seq_len=max_seq_len, window=window, **allowed)
+    plan = plan.for_call(shape, **allowed)
     k_matrix = v_matrix = None
     block_d, block_dv = triton.next_power_of_2(shape.head_dim), triton.next_power_of_2(shape.value_dim)
     as_bytes = plan.products == "bytes"

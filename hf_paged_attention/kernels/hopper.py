@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .checks import AttentionShape, strides_or_zeros
 from .dependent import dependent_launch
-from .launch import SpecialisedPlan
+from .launch import SpecialisedPlan, query_tiles
 from .pool_descriptors import PoolMatrix, pool_matrix
 from .softmax import LN_2, LOG2_E
 
@@ -604,7 +604,7 @@ def specialised_attention(
     v_matrix = pool_matrix(v_pool, keys=keys, channels=PANEL.value)
     if k_matrix is None or v_matrix is None or v_pool.stride(1) == 1:
         return False
-    grid = (shape.kv_heads, shape.tokens // (BLOCK_M // shape.group) + shape.requests)
+    grid = (shape.kv_heads, query_tiles(shape, BLOCK_M))
     _specialised_kernel[grid](
         query,
         _descriptor(k_matrix, keys),

@@ -43,7 +43,7 @@ from .hopper import (
     _tiles,
     _view,
 )
-from .launch import SpecialisedPlan
+from .launch import SpecialisedPlan, query_tiles
 from .pool_descriptors import PoolMatrix, pool_matrix
 from .softmax import LOG2_E
 
@@ -450,7 +450,7 @@ def specialised_8bit_attention(
     v_matrix = pool_matrix(v_bytes, keys=keys, channels=shape.head_dim)
     if k_matrix is None or v_matrix is None or k_pool.stride(1) == 1:
         return False
-    grid = (shape.kv_heads, shape.tokens // (BLOCK_M // shape.group) + shape.requests)
+    grid = (shape.kv_heads, query_tiles(shape, BLOCK_M))
     _specialised_8bit_kernel[grid](
         query,
         _descriptor(k_matrix, [keys, columns]),

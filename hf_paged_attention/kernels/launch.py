@@ -295,6 +295,8 @@ SPECIALISED_8BIT: dict[int, SpecialisedPlan] = {
 # In a window of so few keys the tiles that are masked, two a program, weigh more than what a larger tile gains.
 SPECIALISED_WINDOW = 2048
 SPECIALISED_WINDOWED: dict[int, SpecialisedPlan] = {128: SpecialisedPlan(64, 6, 6, True)}
+# Programs of a launch in all but its first dimension.
+LARGEST_GRID = 65535
 # Rows a request below which that kernel's 128 rows a program would mostly be empty.
 SPECIALISED_ROWS = 256
 
@@ -374,12 +376,12 @@ def _row(table: dict, gpu: Gpu, shape: AttentionShape, *regimes: str):
     if shape.query_dtype.itemsize != 2 or shape.pool_dtype.itemsize > 2:
         return None
     rows = table.get(gpu.kind, {})
-    storage = storage_of(shape)
-    for name in regimes:
-        fitting = [key for key in rows if key[0] == storage and key[1] >= dim and key[2] == name]
-        if fitting:
-            return rows[min(fitting)]
-    return None
+    fitting = {key[1:]: row for key, row in rows.items() if key[0] == storage_of(shape) and key[1] >= dim}
+    if not fitting:
+        return None
+    # The head size weighs more than the regime.
+    limit = min(limit for limit, _ in fitting)
+    return next((fitting[limit, name] for name in regimes if (limit, name) in fitting), None)
 
 
 def tile_bytes(block_m: int, block_n: int, stages: int, shape: AttentionShape, *, converted: bool = True) -> int:
@@ -396,6 +398,20 @@ def tile_bytes(block_m: int, block_n: int, stages: int, shape: AttentionShape, *
         copies = halves or copies
         size += block_n * channels * (stages * dtype.itemsize + copies)
     return size
+
+
+def query_tiles(shape: AttentionShape, block_m: int) -> int:
+    """Programs a KV head that hold every tile of `block_m` rows (tokens x group): each request may begin one.
+
+    Raises `ValueError` for more than a launch can have.
+    """
+    tiles = shape.tokens // (block_m // shape.group) + shape.requests
+    if tiles > LARGEST_GRID:
+        raise ValueError(
+            f"query of {shape.tokens} tokens is {tiles} tiles of {block_m} rows, more than the {LARGEST_GRID} of one "
+            "launch. Pass fewer tokens at a time (generate: prefill_chunk_size)."
+        )
+    return tiles
 
 
 def plan_unified(
@@ -427,26 +443,39 @@ def plan_unified(
 
 
 def plan_decode(
-    shape: AttentionShape, *, max_seq_len: int, window: int | None = None, gpu: Gpu | None = None
+    shape: AttentionShape,
+    *,
+    max_seq_len: int,
+    window: int | None = None,
+    values_by_slot: bool = True,
+    whole_pages: bool = True,
+    gpu: Gpu | None = None,
 ) -> DecodePlan:
-    """The tile and splits of `decode_attention`: enough splits to fill every SM, none shorter than two tiles."""
+    """The tile and splits of `decode_attention`: enough splits to fill every SM, none shorter than two tiles.
+
+    values_by_slot, whole_pages: as in `DecodePlan.for_call`.
+    """
     gpu = gpu or gpu_of(shape.device)
     keys = max_seq_len if window is None else min(window, max_seq_len)
     name = regime(shape, keys, gpu)
     # A brief call without a row of its own is one of many.
     names = ("brief", "many", "long") if name == "brief" else (name, "long")
     row = _row(DECODE, gpu, shape, *names) or DecodeChoice(64, 4, 3, 4, 2, "rows", 2, False)
-    plan = row.plan(shape.group, shape.kv_heads, shape.value_dim, gpu.sms)
 
-    def size(plan):
+    def for_call(plan: DecodePlan) -> DecodePlan:
+        return plan.for_call(shape, values_by_slot=values_by_slot, whole_pages=whole_pages)
+
+    def size(plan: DecodePlan) -> int:
         rows = plan.query_rows(shape.group) * (plan.slots if plan.products == "bytes" else 1)
         return tile_bytes(rows, plan.block_n, plan.num_stages, shape, converted=plan.products != "bytes")
 
+    # What the call's tensors do not allow is left out first: it is not what has to fit.
+    plan = for_call(row.plan(shape.group, shape.kv_heads, shape.value_dim, gpu.sms))
     while size(plan) > gpu.shared_memory // (1 if row.programs_per_sm == 1 else 2):
         if plan.num_stages > 2:
             plan = replace(plan, num_stages=plan.num_stages - 1)
         elif plan.block_n > shape.fewest_keys:
-            plan = replace(plan, block_n=plan.block_n // 2)
+            plan = for_call(replace(plan, block_n=plan.block_n // 2))
         else:
             return replace(plan, num_stages=1)
     return plan

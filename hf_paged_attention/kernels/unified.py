@@ -16,7 +16,7 @@ import triton.language as tl
 from .checks import check_attention, strides_or_zeros
 from .convert import FLOAT, dot_dtypes, pool_bytes, pool_factor, pool_format
 from .dependent import dependent_launch, follow
-from .launch import UnifiedPlan, plan_unified
+from .launch import UnifiedPlan, plan_unified, query_tiles
 from .pool_descriptors import pool_matrix
 from .softmax import LN_2, LOG2_E, attend_tiles
 
@@ -396,7 +396,7 @@ def unified_attention(
     if plan.descriptors and shape.page == k_pool.shape[1]:
         k_matrix = pool_matrix(k_bytes, keys=plan.block_n, channels=block_d) if k_pool.dtype != torch.uint8 else None
         v_matrix = pool_matrix(v_bytes, keys=plan.block_n, channels=block_dv) if v_pool.dtype != torch.uint8 else None
-    grid = (shape.kv_heads, shape.tokens // (plan.block_m // shape.group) + shape.requests)
+    grid = (shape.kv_heads, query_tiles(shape, plan.block_m))
     _unified_kernel[grid](
         query,
         k_bytes,

@@ -7,7 +7,15 @@ import torch
 
 from hf_paged_attention import PagedCache
 from hf_paged_attention.attention import NAME
-from hf_paged_attention.backends import availability, backend_names, get_backend, register_backend, registry, select
+from hf_paged_attention.backends import (
+    Backend,
+    availability,
+    backend_names,
+    get_backend,
+    register_backend,
+    registry,
+    select,
+)
 from hf_paged_attention.backends.reference import ReferenceBackend
 from hf_paged_attention.types import AttentionSpec, PagedKV
 from tests.families.models import build, prompts
@@ -95,3 +103,37 @@ def test_a_backend_of_ones_own(monkeypatch):
     cache = PagedCache(model.config, backend="counting")
     assert torch.equal(model.generate(**inputs, past_key_values=cache, max_new_tokens=3, do_sample=False), want)
     assert len(calls) == 3 * len(cache.layers)
+
+
+@pytest.mark.parametrize("kv_dtype", ["int8", ("int8", "int4"), "auto"])
+def test_a_backend_that_cannot_turn_queries_is_given_the_factor(kv_dtype, monkeypatch):
+    seen = []
+
+    class Mine(Backend):
+        """As docs/extending.md walks through it, from the protocol itself."""
+
+        name = "mine"
+        _reference = ReferenceBackend()
+
+        def why_not(self, device):
+            return None
+
+        def why_not_this(self, query, kv, spec):
+            return None
+
+        def write(self, key, value, kv, slot_mapping):
+            self._reference.write(key, value, kv, slot_mapping)
+
+        def attend(self, query, kv, batch, spec):
+            seen.append(kv.turn_factor is not None)
+            return self._reference.attend(query, kv, batch, spec)
+
+    monkeypatch.setitem(registry._BACKENDS, "mine", Mine())
+    model, new = build("Llama"), {"max_new_tokens": 4, "do_sample": False}
+    model.set_attn_implementation(NAME)
+    tokens = [
+        model.generate(**prompts(9), past_key_values=PagedCache(model.config, kv_dtype=kv_dtype, backend=name), **new)
+        for name in ("reference", "mine")
+    ]
+    assert torch.equal(*tokens)
+    assert set(seen) == {kv_dtype != "auto"}

@@ -1,3 +1,5 @@
+from dataclasses import replace
+
 import pytest
 import torch
 import triton
@@ -11,6 +13,7 @@ from hf_paged_attention.kernels.launch import (
     plan_turn,
     plan_unified,
     plan_write,
+    query_tiles,
     regime,
     tile_bytes,
 )
@@ -61,6 +64,33 @@ def test_mixed_plans_fit_their_gpu_and_hold_whole_groups(gpu, dtype, pools, head
     assert (plan.block_n, plan.num_stages) == (least, 1) or tile_bytes(
         16, plan.block_n, plan.num_stages, shape
     ) <= gpu.shared_memory
+
+
+@pytest.mark.parametrize("gpu", [HOPPER, ADA])
+@pytest.mark.parametrize("head_dim", [128, 192, 256])
+@pytest.mark.parametrize(("heads", "allowed"), [(64, {}), (8, {"values_by_slot": False}), (8, {"whole_pages": False})])
+@pytest.mark.parametrize(("requests", "keys"), [(1, 4096), (16, 8192), (300, 1000), (300, 4000)])
+def test_a_plan_fits_after_what_the_call_does_not_allow_is_left_out(requests, keys, heads, allowed, head_dim, gpu):
+    shape = shape_of(heads, 1, head_dim, pool_dtype=torch.int8, page=128, requests=requests)
+    plan = plan_decode(shape, max_seq_len=keys, gpu=gpu, **allowed)
+    assert plan == plan.for_call(shape, **{"values_by_slot": True, "whole_pages": True, **allowed})
+    assert plan.products == "rows"
+    rows = plan.query_rows(shape.group)
+    assert tile_bytes(rows, plan.block_n, plan.num_stages, shape) <= gpu.shared_memory
+
+
+def test_the_head_size_weighs_more_than_the_regime():
+    shape = shape_of(32, 8, 64, requests=64)
+    assert regime(shape, 4000, HOPPER) == "many"
+    row = DECODE["hopper"]["16-bit", 64, "long"]
+    assert plan_decode(shape, max_seq_len=4000, gpu=HOPPER).programs == row.plan(4, 8, 64, HOPPER.sms).programs
+
+
+def test_more_tiles_than_a_launch_has_are_refused():
+    shape = shape_of(64, 1, 128)
+    assert query_tiles(replace(shape, tokens=131_000), 128) == 65_501
+    with pytest.raises(ValueError, match=r"131072 tokens is 65537 tiles .* prefill_chunk_size"):
+        query_tiles(replace(shape, tokens=131_072), 128)
 
 
 @pytest.mark.parametrize(("heads", "kv_heads"), [(71, 1), (9, 1), (32, 8), (7, 1), (200, 1)])
