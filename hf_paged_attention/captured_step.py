@@ -15,6 +15,7 @@ import torch
 
 from .cache import PagedCache
 from .cache.device_state import DeviceState
+from .kernels.integers import next_power_of_2
 from .log import warn_once
 
 # Steps for which memory is reserved, at most, at a time. When it is used up the pools move, and the step is captured
@@ -45,11 +46,6 @@ def must_run_eagerly(cache: PagedCache) -> bool:
     return cache.sequences.shares_next_block or any(not layer.storage.is_fitted for layer in cache.layers)
 
 
-def round_up(number: int) -> int:
-    """The next power of two: what is sized so serves calls of like lengths."""
-    return 1 << max(0, number - 1).bit_length()
-
-
 class CapturedStep:
     """The addresses of one model's decode step for one number of rows, and the graph that was captured over them.
 
@@ -75,7 +71,8 @@ class CapturedStep:
         self.longest = longest
         if self.state is None or not self.state.fits(sequences, longest):
             self.state = self._graph = None  # before their successors are allocated
-            self.state = DeviceState(sequences, round_up(longest), cache.layers[0].storage.device)
+            # The next power of two, which serves calls of like lengths.
+            self.state = DeviceState(sequences, next_power_of_2(longest), cache.layers[0].storage.device)
         elif self.state.is_behind(sequences):
             self.state.restart(sequences)
         if kept != self._kept:

@@ -18,9 +18,10 @@ from transformers.generation.stopping_criteria import EosTokenCriteria, MaxLengt
 from .arena import ArenaKeeper
 from .cache import PagedCache
 from .cache.table import to_device
-from .captured_step import CapturedStep, model_state, must_run_eagerly, round_up
+from .captured_step import CapturedStep, model_state, must_run_eagerly
 from .compat import CACHE_ARGUMENT, decoder_only_output, decoding_method
 from .compiled_forward import CompiledForward, why_not_captured
+from .kernels.integers import next_power_of_2
 from .log import warn_once
 
 # Processors that are functions of the logits, or of the tokens in a way that tolerates the prompt's last token in the
@@ -230,7 +231,7 @@ class _Run:
         known, tokens = arena.parts.get("tokens", (None, None))
         if known != settings or tokens.sequence.shape[1] < width or tokens.sequence.device != self.device:
             do_sample = self.config.do_sample
-            tokens = Tokens(self.rows, round_up(width), self.device, self.processors, do_sample, self.eos)
+            tokens = Tokens(self.rows, next_power_of_2(width), self.device, self.processors, do_sample, self.eos)
             arena.parts["tokens"] = (settings, tokens)
         self.tokens = tokens
         return tokens

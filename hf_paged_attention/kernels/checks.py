@@ -1,16 +1,18 @@
 """What a call must hold before a kernel runs: every message names the argument and the value it got."""
 
+from collections.abc import Callable
 from dataclasses import dataclass
 
 import torch
-import triton
 
 from .int4 import GROUP, value_groups
+from .integers import next_power_of_2
 
 QUERY_DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 QUANTIZED_DTYPES = (torch.int8, torch.float8_e4m3fn)
 PACKED_DTYPE = torch.uint8  # int4, two elements a byte
 POOL_DTYPES = (*QUERY_DTYPES, *QUANTIZED_DTYPES, PACKED_DTYPE)
+_NEEDED = "must be float32, bfloat16, float16, int8, float8_e4m3fn or uint8 (int4)"
 MAX_HEAD_DIM = 512
 MIN_BLOCK_SIZE = 16
 
@@ -59,15 +61,16 @@ def strides_or_zeros(tensor: torch.Tensor | None, dims: int) -> tuple[int, ...]:
     return (0,) * dims if tensor is None else tensor.stride()
 
 
-def _require(condition: bool, message: str) -> None:
+def _require(condition: bool, message: Callable[[], str] | str) -> None:
+    """`ValueError` unless the condition holds. A message with values in it is a function: a decode step makes none."""
     if not condition:
-        raise ValueError(message)
+        raise ValueError(message() if callable(message) else message)
 
 
 def _check_ints(name: str, tensor: torch.Tensor, shape: tuple) -> None:
-    _require(tensor.dtype == torch.int32, f"{name} must be int32, got {tensor.dtype}")
-    _require(tuple(tensor.shape) == shape, f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
-    _require(tensor.numel() == 0 or tensor.stride(-1) == 1, f"{name} must be contiguous in its last dimension")
+    _require(tensor.dtype == torch.int32, lambda: f"{name} must be int32, got {tensor.dtype}")
+    _require(tuple(tensor.shape) == shape, lambda: f"{name} must have shape {list(shape)}, got {list(tensor.shape)}")
+    _require(tensor.numel() == 0 or tensor.stride(-1) == 1, lambda: f"{name} must be contiguous in its last dimension")
 
 
 def _channels(pool: torch.Tensor) -> int:
@@ -90,26 +93,30 @@ def check_scales(k_pool: torch.Tensor, v_pool: torch.Tensor, k_scale, v_scale) -
     Raises:
         ValueError: scales missing, superfluous, or of another shape or dtype.
     """
-    for name, pool, scales in (("k_scale", k_pool, k_scale), ("v_scale", v_pool, v_scale)):
-        packed = pool.dtype == PACKED_DTYPE
-        if packed or pool.dtype in QUANTIZED_DTYPES:
-            dtype = torch.float16 if packed else torch.float32
-            _require(scales is not None, f"{name} is needed for a pool of {pool.dtype}, got None")
-            _require(scales.dtype == dtype, f"{name} must be {str(dtype)[6:]}, got {scales.dtype}")
-            _require(
-                list(scales.shape) == _scale_shape(name, pool),
-                f"{name} must have shape {_scale_shape(name, pool)}, got {list(scales.shape)}",
-            )
-            _require(
-                not packed or scales.numel() == 0 or scales.stride()[3:] == (scales.shape[4], 1),
-                f"{name} must be contiguous in its last two dimensions, got strides {scales.stride()}",
-            )
-            _require(
-                not packed or pool.numel() == 0 or pool.stride(3) == 1,
-                f"an int4 pool must be contiguous in its last dimension, got strides {pool.stride()}",
-            )
-        else:
-            _require(scales is None, f"{name} belongs to int8 and float8_e4m3fn pools; this pool is {pool.dtype}")
+    _check_scale("k_scale", k_pool, k_scale)
+    _check_scale("v_scale", v_pool, v_scale)
+
+
+def _check_scale(name: str, pool: torch.Tensor, scales: torch.Tensor | None) -> None:
+    packed = pool.dtype == PACKED_DTYPE
+    if packed or pool.dtype in QUANTIZED_DTYPES:
+        dtype = torch.float16 if packed else torch.float32
+        _require(scales is not None, lambda: f"{name} is needed for a pool of {pool.dtype}, got None")
+        _require(scales.dtype == dtype, lambda: f"{name} must be {str(dtype)[6:]}, got {scales.dtype}")
+        _require(
+            list(scales.shape) == _scale_shape(name, pool),
+            lambda: f"{name} must have shape {_scale_shape(name, pool)}, got {list(scales.shape)}",
+        )
+        _require(
+            not packed or scales.numel() == 0 or scales.stride()[3:] == (scales.shape[4], 1),
+            lambda: f"{name} must be contiguous in its last two dimensions, got strides {scales.stride()}",
+        )
+        _require(
+            not packed or pool.numel() == 0 or pool.stride(3) == 1,
+            lambda: f"an int4 pool must be contiguous in its last dimension, got strides {pool.stride()}",
+        )
+    else:
+        _require(scales is None, lambda: f"{name} belongs to int8 and float8_e4m3fn pools; this pool is {pool.dtype}")
 
 
 def check_turn_factor(turn_factor: torch.Tensor, kv_heads: int, head_dim: int) -> None:
@@ -122,17 +129,16 @@ def check_turn_factor(turn_factor: torch.Tensor, kv_heads: int, head_dim: int) -
         turn_factor.shape == (kv_heads, head_dim)
         and turn_factor.dtype == torch.float32
         and turn_factor.is_contiguous(),
-        f"turn_factor must be contiguous float32 [{kv_heads}, {head_dim}], got {turn_factor.dtype} "
-        f"{list(turn_factor.shape)}",
+        lambda: (
+            f"turn_factor must be contiguous float32 [{kv_heads}, {head_dim}], got {turn_factor.dtype} "
+            f"{list(turn_factor.shape)}"
+        ),
     )
 
 
 def _check_dtypes(k_pool: torch.Tensor, v_pool: torch.Tensor) -> None:
-    for name, pool in (("k_pool", k_pool), ("v_pool", v_pool)):
-        _require(
-            pool.dtype in POOL_DTYPES,
-            f"{name} must be float32, bfloat16, float16, int8, float8_e4m3fn or uint8 (int4), got {pool.dtype}",
-        )
+    _require(k_pool.dtype in POOL_DTYPES, lambda: f"k_pool {_NEEDED}, got {k_pool.dtype}")
+    _require(v_pool.dtype in POOL_DTYPES, lambda: f"v_pool {_NEEDED}, got {v_pool.dtype}")
 
 
 def _check_tail(k_pool, value_dim: int, requests: int, k_tail, v_tail, tail_table, sealed_lens) -> None:
@@ -141,14 +147,17 @@ def _check_tail(k_pool, value_dim: int, requests: int, k_tail, v_tail, tail_tabl
         _require(not any(given), "k_tail, v_tail, tail_table and sealed_lens belong to int4 keys")
         return
     _require(all(given), "int4 keys need k_tail, v_tail, tail_table and sealed_lens")
-    _, block_size, heads, _ = k_pool.shape
-    for name, pool, dim in (("k_tail", k_tail, _channels(k_pool)), ("v_tail", v_tail, value_dim)):
-        _require(
-            pool.dim() == 4 and list(pool.shape[1:]) == [block_size, heads, dim] and pool.dtype in QUERY_DTYPES,
-            f"{name} must be a float [num_blocks, {block_size}, {heads}, {dim}], got {pool.dtype} {list(pool.shape)}",
-        )
+    _check_tail_pool("k_tail", k_tail, (*k_pool.shape[1:3], _channels(k_pool)))
+    _check_tail_pool("v_tail", v_tail, (*k_pool.shape[1:3], value_dim))
     _check_ints("tail_table", tail_table, (requests, tail_table.shape[-1]))
     _check_ints("sealed_lens", sealed_lens, (requests,))
+
+
+def _check_tail_pool(name: str, pool: torch.Tensor, page: tuple[int, ...]) -> None:
+    _require(
+        pool.dim() == 4 and pool.shape[1:] == page and pool.dtype in QUERY_DTYPES,
+        lambda: f"{name} must be a float [num_blocks, {str(page)[1:-1]}], got {pool.dtype} {list(pool.shape)}",
+    )
 
 
 def check_attention(
@@ -160,26 +169,34 @@ def check_attention(
     Raises:
         ValueError: an argument whose shape, dtype or stride no kernel takes.
     """
-    _require(query.dim() == 3, f"query must be [tokens, heads, head_dim], got shape {list(query.shape)}")
-    _require(query.dtype in QUERY_DTYPES, f"query must be float32, bfloat16 or float16, got {query.dtype}")
-    _require(query.numel() == 0 or query.stride(-1) == 1, f"query must be contiguous in head_dim, got {query.stride()}")
+    _require(query.dim() == 3, lambda: f"query must be [tokens, heads, head_dim], got shape {list(query.shape)}")
+    _require(query.dtype in QUERY_DTYPES, lambda: f"query must be float32, bfloat16 or float16, got {query.dtype}")
+    _require(
+        query.numel() == 0 or query.stride(-1) == 1,
+        lambda: f"query must be contiguous in head_dim, got {query.stride()}",
+    )
     _require(
         k_pool.dim() == 4 and v_pool.dim() == 4 and k_pool.shape[:3] == v_pool.shape[:3],
-        "k_pool and v_pool must be [num_blocks, block_size, kv_heads, head_dim] and agree but for head_dim, got "
-        f"{list(k_pool.shape)} and {list(v_pool.shape)}",
+        lambda: (
+            "k_pool and v_pool must be [num_blocks, block_size, kv_heads, head_dim] and agree but for head_dim, got "
+            f"{list(k_pool.shape)} and {list(v_pool.shape)}"
+        ),
     )
     _check_dtypes(k_pool, v_pool)
     tokens, query_heads, head_dim = query.shape
     _, block_size, kv_heads, _ = v_pool.shape
     value_dim = _channels(v_pool)
     _require(
-        _channels(k_pool) == head_dim, f"k_pool must have the query's head_dim {head_dim}, got {list(k_pool.shape)}"
+        _channels(k_pool) == head_dim,
+        lambda: f"k_pool must have the query's head_dim {head_dim}, got {list(k_pool.shape)}",
     )
     _require(
         max(head_dim, value_dim) <= MAX_HEAD_DIM,
-        f"head_dim must be at most {MAX_HEAD_DIM}, got {head_dim} (keys) and {value_dim} (values)",
+        lambda: f"head_dim must be at most {MAX_HEAD_DIM}, got {head_dim} (keys) and {value_dim} (values)",
     )
-    _require(query_heads % kv_heads == 0, f"query heads must be a multiple of kv_heads {kv_heads}, got {query_heads}")
+    _require(
+        query_heads % kv_heads == 0, lambda: f"query heads must be a multiple of kv_heads {kv_heads}, got {query_heads}"
+    )
     requests = seq_lens.shape[0]
     _check_ints("seq_lens", seq_lens, (requests,))
     _check_ints("block_table", block_table, (requests, block_table.shape[-1]))
@@ -190,33 +207,35 @@ def check_attention(
     page = block_size
     if block_table.shape[1] == 1:
         # Every key is in the one block: any power of two that covers it indexes alike.
-        page = max(triton.next_power_of_2(block_size), MIN_BLOCK_SIZE)
+        page = max(next_power_of_2(block_size), MIN_BLOCK_SIZE)
     _require(
         page >= MIN_BLOCK_SIZE and page & (page - 1) == 0,
-        f"block_size must be a power of two of at least {MIN_BLOCK_SIZE}, got {block_size}",
+        lambda: f"block_size must be a power of two of at least {MIN_BLOCK_SIZE}, got {block_size}",
     )
-    _require(window is None or window > 0, f"window must be positive or None, got {window}")
-    _require(softcap is None or softcap > 0, f"softcap must be positive or None, got {softcap}")
+    _require(window is None or window > 0, lambda: f"window must be positive or None, got {window}")
+    _require(softcap is None or softcap > 0, lambda: f"softcap must be positive or None, got {softcap}")
     _require(
         sinks is None or (sinks.shape == (query_heads,) and sinks.is_contiguous()),
-        f"sinks must be contiguous, one a query head [{query_heads}]",
+        lambda: f"sinks must be contiguous, one a query head [{query_heads}]",
     )
     _require(
         k_pool.dtype != PACKED_DTYPE or (page >= GROUP and page == block_size),
-        f"block_size must be a power of two of at least {GROUP} for int4 keys, got {block_size}",
+        lambda: f"block_size must be a power of two of at least {GROUP} for int4 keys, got {block_size}",
     )
     check_scales(k_pool, v_pool, k_scale, v_scale)
     _check_tail(k_pool, value_dim, requests, k_tail, v_tail, tail_table, sealed_lens)
     if out is not None:
         _require(
             out.shape == (tokens, query_heads, value_dim) and out.dtype == query.dtype,
-            f"out must be {query.dtype} [{tokens}, {query_heads}, {value_dim}], got {out.dtype} {list(out.shape)}",
+            lambda: (
+                f"out must be {query.dtype} [{tokens}, {query_heads}, {value_dim}], got {out.dtype} {list(out.shape)}"
+            ),
         )
         _require(out.numel() == 0 or out.stride(-1) == 1, "out must be contiguous in its last dimension")
     if lse is not None:
         _require(
             lse.shape == (tokens, query_heads) and lse.dtype == torch.float32,
-            f"lse must be float32 [{tokens}, {query_heads}], got {lse.dtype} {list(lse.shape)}",
+            lambda: f"lse must be float32 [{tokens}, {query_heads}], got {lse.dtype} {list(lse.shape)}",
         )
     return AttentionShape(
         tokens, requests, query_heads, kv_heads, head_dim, value_dim, page, query.dtype, k_pool.dtype, v_pool.dtype,
@@ -224,17 +243,23 @@ def check_attention(
     )  # fmt: skip
 
 
+def _check_new(name: str, new: torch.Tensor, pool_name: str, pool: torch.Tensor) -> None:
+    _require(new.dim() == 3, lambda: f"{name} must be [tokens, kv_heads, head_dim], got shape {list(new.shape)}")
+    _require(new.dtype in QUERY_DTYPES, lambda: f"{name} must be float32, bfloat16 or float16, got {new.dtype}")
+    _require(
+        new.numel() == 0 or new.stride(-1) == 1, lambda: f"{name} must be contiguous in head_dim, got {new.stride()}"
+    )
+    _require(
+        pool.dim() == 4 and pool.shape[2] == new.shape[1] and _channels(pool) == new.shape[2],
+        lambda: f"{pool_name} must be [num_blocks, block_size, {new.shape[1]}, {new.shape[2]}], got {list(pool.shape)}",
+    )
+
+
 def _check_new_tokens(key, value, k_pool, v_pool) -> None:
-    for name, new, pool_name, pool in (("key", key, "k_pool", k_pool), ("value", value, "v_pool", v_pool)):
-        _require(new.dim() == 3, f"{name} must be [tokens, kv_heads, head_dim], got shape {list(new.shape)}")
-        _require(new.dtype in QUERY_DTYPES, f"{name} must be float32, bfloat16 or float16, got {new.dtype}")
-        _require(new.numel() == 0 or new.stride(-1) == 1, f"{name} must be contiguous in head_dim, got {new.stride()}")
-        _require(
-            pool.dim() == 4 and pool.shape[2] == new.shape[1] and _channels(pool) == new.shape[2],
-            f"{pool_name} must be [num_blocks, block_size, {new.shape[1]}, {new.shape[2]}], got {list(pool.shape)}",
-        )
+    _check_new("key", key, "k_pool", k_pool)
+    _check_new("value", value, "v_pool", v_pool)
     _check_dtypes(k_pool, v_pool)
-    _require(value.shape[:2] == key.shape[:2], f"value must have key's tokens and heads {list(key.shape[:2])}")
+    _require(value.shape[:2] == key.shape[:2], lambda: f"value must have key's tokens and heads {list(key.shape[:2])}")
 
 
 def check_write(key, value, k_pool, v_pool, slot_mapping, k_scale, v_scale, turn_factor, query) -> None:
@@ -248,11 +273,14 @@ def check_write(key, value, k_pool, v_pool, slot_mapping, k_scale, v_scale, turn
     _check_new_tokens(key, value, k_pool, v_pool)
     _require(
         slot_mapping.shape == key.shape[:1] and slot_mapping.dtype == torch.int64 and slot_mapping.is_contiguous(),
-        f"slot_mapping must be contiguous int64 [{key.shape[0]}], got {slot_mapping.dtype} {list(slot_mapping.shape)}",
+        lambda: (
+            f"slot_mapping must be contiguous int64 [{key.shape[0]}], got {slot_mapping.dtype} "
+            f"{list(slot_mapping.shape)}"
+        ),
     )
     check_scales(k_pool, v_pool, k_scale, v_scale)
     slots = k_pool.shape[0] * k_pool.shape[1]
-    _require(slots < 2**31, f"k_pool must have fewer than 2^31 slots, got {slots}")
+    _require(slots < 2**31, lambda: f"k_pool must have fewer than 2^31 slots, got {slots}")
     if turn_factor is not None:
         check_turn_factor(turn_factor, key.shape[1], key.shape[2])
     if query is not None:
@@ -264,10 +292,13 @@ def _check_query_beside(query, key, turn_factor) -> None:
     _require(turn_factor is not None, "query is turned by turn_factor, got turn_factor None")
     _require(
         query.dim() == 3 and (query.shape[0], query.shape[2]) == (tokens, head_dim) and query.shape[1] % kv_heads == 0,
-        f"query must be [{tokens}, a multiple of {kv_heads}, {head_dim}], got {list(query.shape)}",
+        lambda: f"query must be [{tokens}, a multiple of {kv_heads}, {head_dim}], got {list(query.shape)}",
     )
-    _require(query.dtype in QUERY_DTYPES, f"query must be float32, bfloat16 or float16, got {query.dtype}")
-    _require(query.numel() == 0 or query.stride(-1) == 1, f"query must be contiguous in head_dim, got {query.stride()}")
+    _require(query.dtype in QUERY_DTYPES, lambda: f"query must be float32, bfloat16 or float16, got {query.dtype}")
+    _require(
+        query.numel() == 0 or query.stride(-1) == 1,
+        lambda: f"query must be contiguous in head_dim, got {query.stride()}",
+    )
 
 
 def check_seal(
@@ -281,10 +312,10 @@ def check_seal(
     """
     _check_new_tokens(key, value, k_pool, v_pool)
     page = k_pool.shape[1]
-    _require(k_pool.dtype == PACKED_DTYPE, f"k_pool must hold int4 keys (uint8), got {k_pool.dtype}")
+    _require(k_pool.dtype == PACKED_DTYPE, lambda: f"k_pool must hold int4 keys (uint8), got {k_pool.dtype}")
     _require(
         page >= GROUP and page & (page - 1) == 0,
-        f"block_size must be a power of two of at least {GROUP} for int4 keys, got {page}",
+        lambda: f"block_size must be a power of two of at least {GROUP} for int4 keys, got {page}",
     )
     check_scales(k_pool, v_pool, k_scale, v_scale)
     requests = seq_lens.shape[0]

@@ -5,7 +5,8 @@ own. A launch recorded into a CUDA graph may later run beside anything: it takes
 """
 
 import torch
-import triton
+
+from .integers import next_power_of_2
 
 _GRAPH_COUNTERS = 1 << 20
 
@@ -25,7 +26,7 @@ def take_counters(count: int, device: torch.device) -> torch.Tensor:
     key = device, torch.cuda.current_stream(device).cuda_stream
     counters = _of_stream.get(key)
     if counters is None or len(counters) < count:
-        counters = torch.zeros(max(1024, triton.next_power_of_2(count)), dtype=torch.int32, device=device)
+        counters = torch.zeros(max(1024, next_power_of_2(count)), dtype=torch.int32, device=device)
         _of_stream[key] = counters
     return counters
 

@@ -14,6 +14,7 @@ from .checks import check_attention, strides_or_zeros
 from .convert import ASSEMBLY, FLOAT, dot_dtypes, pool_bytes, pool_factor, pool_format
 from .counters import take_counters
 from .dependent import dependent_launch, follow
+from .integers import next_power_of_2
 from .launch import DecodePlan, plan_decode
 from .merge import merge_partials
 from .pool_descriptors import pool_matrix
@@ -531,7 +532,7 @@ def decode_attention(
         plan = plan_decode(shape, max_seq_len=max_seq_len, window=window, **allowed)
     plan = plan.for_call(shape, **allowed)
     k_matrix = v_matrix = None
-    block_d, block_dv = triton.next_power_of_2(shape.head_dim), triton.next_power_of_2(shape.value_dim)
+    block_d, block_dv = next_power_of_2(shape.head_dim), next_power_of_2(shape.value_dim)
     as_bytes = plan.products == "bytes"
     k_elements, v_elements = (
         (k_pool, v_pool) if as_bytes and ASSEMBLY.value else (pool_bytes(k_pool), pool_bytes(v_pool))
@@ -603,8 +604,8 @@ def decode_attention(
         VALUES_BY_SLOT=v_pool.stride(1) == 1,
         NEGATED=scale < 0,
         TAIL=sealed_lens is not None,
-        BLOCK_R=1 if shape.requests == 1 else max(16, triton.next_power_of_2(shape.requests)),
-        BLOCK_G=triton.next_power_of_2(shape.group),
+        BLOCK_R=1 if shape.requests == 1 else max(16, next_power_of_2(shape.requests)),
+        BLOCK_G=next_power_of_2(shape.group),
         BLOCK_M=plan.query_rows(shape.group),
         BLOCK_N=plan.block_n,
         BLOCK_D=block_d,

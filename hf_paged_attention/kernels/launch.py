@@ -12,6 +12,7 @@ import torch
 import triton
 
 from .checks import AttentionShape
+from .integers import cdiv, next_power_of_2
 
 
 @dataclass(frozen=True)
@@ -116,7 +117,7 @@ class DecodePlan:
     def query_rows(self, group: int) -> int:
         """Rows of the query tile, or columns of it transposed: 16 at least, which "bytes" fills with pieces."""
         least = 16 // self.slots if self.products == "bytes" else 16
-        return max(least, triton.next_power_of_2(group))
+        return max(least, next_power_of_2(group))
 
     def for_call(self, shape: AttentionShape, *, values_by_slot: bool, whole_pages: bool) -> "DecodePlan":
         """This plan, with the products and loads that the call's tensors allow.
@@ -135,6 +136,8 @@ class DecodePlan:
         if products != "rows" and (not whole_pages or replace(self, products=products).query_rows(shape.group) > 32):
             products = "rows"
         descriptors = self.descriptors and products != "rows" and shape.page >= self.block_n
+        if (products, descriptors) == (self.products, self.descriptors):
+            return self
         return replace(self, products=products, descriptors=descriptors)
 
 
@@ -145,7 +148,7 @@ TEAM = 16
 
 def merge_splits(group: int, value_dim: int, num_warps: int) -> int:
     """Partial outputs that a program merges at once: as many as 128 registers a thread hold, from 4 to a team."""
-    elements = triton.next_power_of_2(group) * triton.next_power_of_2(value_dim)
+    elements = next_power_of_2(group) * next_power_of_2(value_dim)
     return min(TEAM, max(4, 128 * 32 * num_warps // elements))
 
 
@@ -349,7 +352,7 @@ def regime(shape: AttentionShape, keys: int, gpu: Gpu) -> str:
     "short": latency, an SM has few tiles; "small pages": a tile is gathered from several; "many": the starts and ends
     of the programs of requests that fill the SMs unsplit, "brief" where each has few tiles; "long": the memory.
     """
-    tiles = shape.requests * shape.kv_heads * triton.cdiv(keys, 64)
+    tiles = shape.requests * shape.kv_heads * cdiv(keys, 64)
     if tiles <= SHORT_TILES * gpu.sms:
         return "short"
     if shape.page < (128 if shape.quantized else 64):
@@ -363,7 +366,7 @@ def prefill_regime(shape: AttentionShape, gpu: Gpu) -> str:
     """Of a unified call: "short" where tiles of 128 rows do not fill the GPU twice; the others as in `regime`."""
     if shape.page < 64:
         return "small pages"
-    tiles = shape.kv_heads * triton.cdiv(shape.tokens * shape.group, 128)
+    tiles = shape.kv_heads * cdiv(shape.tokens * shape.group, 128)
     return "short" if tiles <= 2 * gpu.sms else "long"
 
 
@@ -389,8 +392,8 @@ def tile_bytes(block_m: int, block_n: int, stages: int, shape: AttentionShape, *
 
     float32 operands lie there twice more, as the two 11-bit floats that the tensor cores take them for.
     """
-    d = triton.next_power_of_2(shape.head_dim)
-    dv = triton.next_power_of_2(shape.value_dim)
+    d = next_power_of_2(shape.head_dim)
+    dv = next_power_of_2(shape.value_dim)
     halves = 8 if shape.query_dtype.itemsize == 4 else 0
     size = block_m * d * (halves or shape.query_dtype.itemsize)
     for channels, dtype in ((d, shape.pool_dtype), (dv, shape.value_pool_dtype)):
@@ -426,8 +429,8 @@ def plan_unified(
         plan = UnifiedPlan(64, 32, 4, 2)
     plan = plan or UnifiedPlan(128, 64, 8 if wide else 4, 2)
     plan = replace(plan, specialised=plan_specialised(shape, max_query_len, gpu, window))
-    group_rows = triton.next_power_of_2(shape.group)
-    rows = max(16, group_rows, min(plan.block_m, triton.next_power_of_2(max_query_len * shape.group)))
+    group_rows = next_power_of_2(shape.group)
+    rows = max(16, group_rows, min(plan.block_m, next_power_of_2(max_query_len * shape.group)))
     # A warp takes 16 rows at least.
     plan = replace(plan, block_m=rows, num_warps=min(plan.num_warps, 8 if wide and rows >= 64 else max(4, rows // 16)))
     while tile_bytes(plan.block_m, plan.block_n, plan.num_stages, shape) > gpu.shared_memory:
@@ -457,7 +460,12 @@ def plan_decode(
     """
     gpu = gpu or gpu_of(shape.device)
     keys = max_seq_len if window is None else min(window, max_seq_len)
-    name = regime(shape, keys, gpu)
+    return _plan_decode(shape, regime(shape, keys, gpu), values_by_slot, whole_pages, gpu)
+
+
+@lru_cache(maxsize=4096)
+def _plan_decode(shape: AttentionShape, name: str, values_by_slot: bool, whole_pages: bool, gpu: Gpu) -> DecodePlan:
+    """`plan_decode` in a regime: worked out once, since each layer of each step asks."""
     # A brief call without a row of its own is one of many.
     names = ("brief", "many", "long") if name == "brief" else (name, "long")
     row = _row(DECODE, gpu, shape, *names) or DecodeChoice(64, 4, 3, 4, 2, "rows", 2, False)
@@ -498,6 +506,7 @@ def plan_turn(
     return _turn_tile(rows <= 32 * gpu.sms, head_dim, dtype)
 
 
+@lru_cache(maxsize=4096)
 def plan_write(
     *,
     rows: int,
@@ -524,7 +533,7 @@ def plan_write(
     else:
         # 32 tokens of a head are a sector of each channel of a transposed page; four warps have registers for 8,192
         # elements.
-        value_rows = max(16, min(64, 8192 // triton.next_power_of_2(value_dim)))
+        value_rows = max(16, min(64, 8192 // next_power_of_2(value_dim)))
     if turned:
         turn = _turn_tile(few, head_dim, dtype)
         return WritePlan(turn.rows, value_rows, turn.num_warps)

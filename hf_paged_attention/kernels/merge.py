@@ -10,6 +10,7 @@ import torch
 import triton
 import triton.language as tl
 
+from .integers import cdiv, next_power_of_2
 from .softmax import LN_2, LOG2_E
 
 
@@ -111,7 +112,7 @@ def merge_splits(partial_out: torch.Tensor, partial_lse: torch.Tensor) -> tuple[
     lse = partial_lse.new_empty(tokens, heads)
     if tokens:
         block_m = 4
-        _merge_kernel[(triton.cdiv(tokens * heads, block_m),)](
+        _merge_kernel[(cdiv(tokens * heads, block_m),)](
             partial_out,
             partial_lse,
             out,
@@ -120,7 +121,7 @@ def merge_splits(partial_out: torch.Tensor, partial_lse: torch.Tensor) -> tuple[
             tokens * heads,
             DV=dim,
             BLOCK_M=block_m,
-            BLOCK_S=min(16, triton.next_power_of_2(splits)),
-            BLOCK_DV=triton.next_power_of_2(dim),
+            BLOCK_S=min(16, next_power_of_2(splits)),
+            BLOCK_DV=next_power_of_2(dim),
         )
     return out, lse

@@ -12,12 +12,14 @@ rounding of its own.
 """
 
 import functools
+from collections.abc import Mapping
 
 import torch
 import triton
 import triton.language as tl
 
 from .dependent import dependent_launch, follow
+from .integers import cdiv, next_power_of_2
 from .launch import TurnPlan, plan_turn
 
 
@@ -180,7 +182,8 @@ def _rotate_kernel(
     )  # fmt: skip
 
 
-def turn_options(dim: int, dtype: torch.dtype) -> dict[str, object]:
+@functools.cache
+def turn_options(dim: int, dtype: torch.dtype) -> Mapping[str, object]:
     """How `turned_states` turns heads of `dim` channels.
 
     Products of 16-bit states, power-of-two factors and signs are exact in the states' own type.
@@ -189,7 +192,7 @@ def turn_options(dim: int, dtype: torch.dtype) -> dict[str, object]:
     known = {torch.float32: tl.float32, torch.bfloat16: tl.bfloat16, torch.float16: tl.float16}
     return {
         "BLOCK": hadamard_block(dim),
-        "BLOCK_D": max(16, triton.next_power_of_2(dim)),
+        "BLOCK_D": max(16, next_power_of_2(dim)),
         "DOT_DTYPE": tl.float32 if interpreted else known[dtype],
     }
 
@@ -208,7 +211,7 @@ def rotate_heads(
         return out
     group = heads // kv_heads
     plan = plan or plan_turn(rows=tokens * heads, head_dim=dim, dtype=states.dtype, device=states.device)
-    _rotate_kernel[(triton.cdiv(tokens * group, plan.rows) * kv_heads,)](
+    _rotate_kernel[(cdiv(tokens * group, plan.rows) * kv_heads,)](
         states,
         factor,
         out,

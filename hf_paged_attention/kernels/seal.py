@@ -15,6 +15,7 @@ from .checks import check_seal, strides_or_zeros
 from .convert import FLOAT, pool_bytes, pool_format
 from .dependent import dependent_launch, follow
 from .int4 import GROUP, encode_int4, pack_tile, quantize_keys
+from .integers import next_power_of_2
 from .launch import gpu_of
 from .reference import write_rows
 from .write import store_values
@@ -195,8 +196,8 @@ def seal_kv(
         FLOAT8=gpu_of(key.device).float8,
         PAGE=page,
         SIZE=GROUP,
-        BLOCK_D=max(2, triton.next_power_of_2(key.shape[2])),
-        BLOCK_DV=max(2, triton.next_power_of_2(value.shape[2])),
+        BLOCK_D=max(2, next_power_of_2(key.shape[2])),
+        BLOCK_DV=max(2, next_power_of_2(value.shape[2])),
         num_warps=4,
         **dependent_launch(key.device),
     )

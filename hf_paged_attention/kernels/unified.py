@@ -16,6 +16,7 @@ import triton.language as tl
 from .checks import check_attention, strides_or_zeros
 from .convert import FLOAT, dot_dtypes, pool_bytes, pool_factor, pool_format
 from .dependent import dependent_launch, follow
+from .integers import next_power_of_2
 from .launch import UnifiedPlan, plan_unified, query_tiles
 from .pool_descriptors import pool_matrix
 from .softmax import LN_2, LOG2_E, attend_tiles
@@ -391,7 +392,7 @@ def unified_attention(
     k_bytes, v_bytes = pool_bytes(k_pool), pool_bytes(v_pool)
     key_factor, out_factor = pool_factor(k_pool.dtype), pool_factor(v_pool.dtype)
     key_dtype, value_dtype = dot_dtypes(query.dtype, v_pool.dtype)
-    block_d, block_dv = triton.next_power_of_2(shape.head_dim), triton.next_power_of_2(shape.value_dim)
+    block_d, block_dv = next_power_of_2(shape.head_dim), next_power_of_2(shape.value_dim)
     k_matrix = v_matrix = None
     if plan.descriptors and shape.page == k_pool.shape[1]:
         k_matrix = pool_matrix(k_bytes, keys=plan.block_n, channels=block_d) if k_pool.dtype != torch.uint8 else None

@@ -15,6 +15,7 @@ from .checks import check_write, strides_or_zeros
 from .convert import FLOAT, INT4, encode, pool_bytes, pool_format, quotient, row_scale
 from .dependent import dependent_launch, follow
 from .int4 import store_int4_values
+from .integers import cdiv, next_power_of_2
 from .launch import WritePlan, gpu_of, plan_write
 from .rotate import hadamard_block, rotate_tile, turn_options, turned_states
 
@@ -254,13 +255,13 @@ def write_kv(
         rows=tokens * kv_heads, head_dim=head_dim, value_dim=value.shape[-1], dtype=key.dtype, device=key.device,
         values_by_slot=by_slot, turned=turn_factor is not None,
     )  # fmt: skip
-    key_programs = triton.cdiv(tokens, plan.key_rows) * kv_heads
-    value_programs = triton.cdiv(tokens, plan.value_rows) * kv_heads
-    query_programs = 0 if query is None else triton.cdiv(tokens * group, plan.key_rows) * kv_heads
+    key_programs = cdiv(tokens, plan.key_rows) * kv_heads
+    value_programs = cdiv(tokens, plan.value_rows) * kv_heads
+    query_programs = 0 if query is None else cdiv(tokens * group, plan.key_rows) * kv_heads
     k_bytes, v_bytes = pool_bytes(k_pool), pool_bytes(v_pool)
     turn = turn_options(head_dim, key.dtype)
     if turn_factor is None:
-        turn["BLOCK_D"] = triton.next_power_of_2(head_dim)
+        turn = {**turn, "BLOCK_D": next_power_of_2(head_dim)}
     _write_kernel[(key_programs + value_programs + query_programs,)](
         key,
         value,
@@ -298,7 +299,7 @@ def write_kv(
         VALUE_STEP=v_pool.stride(3) if v_pool.stride(3) == block_size else 0,
         KEY_ROWS=plan.key_rows,
         VALUE_ROWS=plan.value_rows,
-        BLOCK_DV=triton.next_power_of_2(value.shape[-1]),
+        BLOCK_DV=next_power_of_2(value.shape[-1]),
         QUERY_DOT_DTYPE=turn_options(head_dim, key.dtype if query is None else query.dtype)["DOT_DTYPE"],
         num_warps=plan.num_warps,
         **turn,
