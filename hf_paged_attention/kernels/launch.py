@@ -422,13 +422,19 @@ def plan_unified(
 ) -> UnifiedPlan:
     """The tile of `unified_attention`: as many rows as the batch fills, as many keys as shared memory holds."""
     gpu = gpu or gpu_of(shape.device)
+    specialised = plan_specialised(shape, max_query_len, gpu, window)
+    return replace(_plan_unified(shape, max_query_len, gpu), specialised=specialised)
+
+
+@lru_cache(maxsize=4096)
+def _plan_unified(shape: AttentionShape, max_query_len: int, gpu: Gpu) -> UnifiedPlan:
+    """`plan_unified` for the general kernel: worked out once, since each layer of a pass asks."""
     wide = max(shape.head_dim, shape.value_dim) > 128
     plan = _row(UNIFIED, gpu, shape, prefill_regime(shape, gpu), "long")
     if plan is None and shape.query_dtype.itemsize == 4:
         # Three products of 11-bit floats, whose operands lie in shared memory twice.
         plan = UnifiedPlan(64, 32, 4, 2)
     plan = plan or UnifiedPlan(128, 64, 8 if wide else 4, 2)
-    plan = replace(plan, specialised=plan_specialised(shape, max_query_len, gpu, window))
     group_rows = next_power_of_2(shape.group)
     rows = max(16, group_rows, min(plan.block_m, next_power_of_2(max_query_len * shape.group)))
     # A warp takes 16 rows at least.
