@@ -148,12 +148,14 @@ def _attend_paged(layer: PagedLayer, query, key, value, attention_mask, call) ->
     step = layer.enter(batch_size, width, valid)
     batch = step.metadata(layer.table, query.device, width)
     real = step.real_tokens(query.device, width)
-    query, kv = _flat(query, real), None
+    query = _flat(query, real)
     if layer.has_arrived:
         query, kv = layer.store(query, _flat(key, real), _flat(value, real), step, batch, backend)
+    else:
+        kv = layer.kv()
     if real is not None and not real.shape[0]:  # nothing but padding: no kernel is started for no token
         return query.new_zeros(batch_size, width, query_heads, value.shape[-1])
-    out = backend.attend(query, kv or layer.kv(), batch, spec)
+    out = backend.attend(query, kv, batch, spec)
     if real is not None:
         padded = out.new_zeros(batch_size * width, query_heads, out.shape[-1])
         out = padded.index_copy_(0, real, out)

@@ -530,7 +530,8 @@ def decode_attention(
     allowed = {"values_by_slot": v_pool.stride(1) == 1, "whole_pages": shape.page == k_pool.shape[1]}
     if plan is None:
         plan = plan_decode(shape, max_seq_len=max_seq_len, window=window, **allowed)
-    plan = plan.for_call(shape, **allowed)
+    else:
+        plan = plan.for_call(shape, **allowed)
     k_matrix = v_matrix = None
     block_d, block_dv = next_power_of_2(shape.head_dim), next_power_of_2(shape.value_dim)
     as_bytes = plan.products == "bytes"
