@@ -2,9 +2,12 @@
 
 A step is the difference of two calls that generate different numbers of tokens, divided by the difference: prefill,
 capture and Python's set-up fall out. The first call's seconds beyond a later one's are the compile time; the time to
-the first token is a call of one. Peak memory is that of all calls of a row. Models have random weights of a shape, or
-are whatever `--model` finds. Random weights have near ties: `same` is the share of tokens before rows part from those
-of the case's first method.
+the first token is a call of one. Peak memory is that of all calls of a row, prefill with its activations included
+(`--prefill-chunk` bounds those). `anew` is what a first call with a prompt of another length takes beyond a second one
+like it: what is compiled or captured for it. `capture` is the same for a call whose graph was thrown away before: what
+the graph that an earlier call left behind saves. Models have random weights of a shape, or are whatever `--model`
+finds. Random weights have near ties: `same` is the share of tokens before rows part from those of the case's first
+method.
 """
 
 from __future__ import annotations
@@ -64,6 +67,8 @@ class Row:
     tokens_per_s: float | None = None
     first_token_s: float | None = None
     compile_s: float | None = None
+    anew_s: float | None = None
+    capture_s: float | None = None
     peak: int | None = None
     floor_ms: float | None = None
     same: float | None = None
@@ -77,10 +82,12 @@ class Row:
         if self.ms is None:
             return f"{head} same tokens {self.same:.0%}"
         over = "" if self.floor_ms is None else f"  floor {self.floor_ms:5.2f} (× {self.ms / self.floor_ms:4.1f})"
-        peak = "" if self.peak is None else f"  peak {self.peak / 1e9:6.1f} GB"
+        peak = "" if self.peak is None else f"  peak {self.peak / 1e9:6.2f} GB"
+        anew = "" if self.anew_s is None else f"  anew {self.anew_s:6.3f} s"
+        capture = "" if self.capture_s is None else f"  capture {self.capture_s:6.3f} s"
         return (
             f"{head} {self.ms:8.2f} ms [{self.spread[0]:.2f}, {self.spread[1]:.2f}]  {self.tokens_per_s:8.1f} tokens/s"
-            f"  first token {self.first_token_s:6.3f} s  compile {self.compile_s:5.1f} s{peak}{over}"
+            f"  first token {self.first_token_s:6.3f} s  compile {self.compile_s:5.1f} s{anew}{capture}{peak}{over}"
             f"  same {self.same:.0%}"
         )
 
@@ -100,6 +107,7 @@ def add_arguments(command: Any) -> None:
     command.add_argument("--few", type=count(2), default=16, help="tokens of the shorter call")
     command.add_argument("--many", type=count(3), default=80, help="tokens of the longer call")
     command.add_argument("--repeats", type=count(1), default=3)
+    command.add_argument("--prefill-chunk", type=count(1), metavar="N", help="generate's prefill_chunk_size")
     command.add_argument("--threads", type=count(1), help="of PyTorch on the CPU")
     command.add_argument("--profile", action="store_true", help="also where a step's time goes, by kernel")
     command.add_argument("--seconds", type=float, help="start no row after this time")
@@ -157,8 +165,9 @@ class StepClock(LogitsProcessor):
 class Calls:
     """Timed calls of `generate` for one case."""
 
-    def __init__(self, model: Any, batch: int, context: int):
+    def __init__(self, model: Any, batch: int, context: int, prefill_chunk: int | None = None):
         self.model = model
+        self.prefill_chunk = prefill_chunk
         generator = torch.Generator().manual_seed(1)
         vocabulary = model.config.get_text_config().vocab_size
         self.ids = torch.randint(3, vocabulary, (batch, context), generator=generator).to(model.device)
@@ -177,6 +186,7 @@ class Calls:
             do_sample=False,
             eos_token_id=None,
             pad_token_id=0,
+            prefill_chunk_size=self.prefill_chunk,
             logits_processor=[clock] if clock else None,
             **self.arguments,
         )
@@ -220,9 +230,24 @@ def measure(row: Row, calls: Calls, args: Any) -> None:
     row.tokens_per_s = row.batch / row.ms * 1e3
     if cuda:
         row.peak = torch.cuda.max_memory_allocated()
+    measure_anew(row, calls, args.few)
+    if cuda:
         row.floor_ms = floor_ms(calls.model, row.batch, row.context, row.method)
     if args.profile:
         row.profile = profile_step(calls, row.ms)
+
+
+def measure_anew(row: Row, calls: Calls, new: int) -> None:
+    """Fill in what compiling and capturing cost a later call; `calls.tokens` stays."""
+    tokens = calls.tokens
+    if row.method.startswith("graph"):
+        kept = calls(new)
+        Calls(calls.model, row.batch + 1, 4)(1)  # other rows: what earlier calls left behind is let go of
+        row.capture_s = calls(new) - kept
+    shorter = Calls(calls.model, row.batch, row.context - row.context // 8, calls.prefill_chunk)
+    shorter.arguments = calls.arguments
+    row.anew_s = shorter(new) - shorter(new)
+    calls.tokens = tokens
 
 
 def measure_in_turn(rows: list[Row], calls: Calls, args: Any, say: Any) -> None:
@@ -332,6 +357,7 @@ def run(args: Any, say: Any) -> int:
         os.environ.setdefault(ENVIRONMENT, "reference")
     rows: list[Row] = []
     settings = {"device": str(device), "torch": torch.__version__, "few": args.few, "many": args.many}
+    settings |= {"prefill_chunk": args.prefill_chunk}
 
     def keep() -> None:
         if args.json:
@@ -344,7 +370,7 @@ def run(args: Any, say: Any) -> int:
         model = build(name, device, dtype, shrunk)
         say(f"{name}: built in {time.perf_counter() - start:.0f} s")
         for batch, context in cases:
-            calls = Calls(model, batch, context)
+            calls = Calls(model, batch, context, args.prefill_chunk)
             mine = [Row(name, batch, context, method) for method in args.method]
             if device.type == "cpu" and not shrunk:
                 measure_in_turn(mine, calls, args, say)
