@@ -88,6 +88,12 @@ def _call_of(layer: PagedLayer, query, scale, window, softcap, sinks) -> tuple[A
     known = layer.call
     if known is not None and known[0] == asked and known[1].sinks is sinks:
         return known[1:]
+    stored = layer.storage
+    # Layers alike are answered alike: a new cache asks once a kind of layer, not once a layer.
+    kind = (asked, layer.format, layer.window, stored.num_heads, stored.key_dim, stored.value_dim, stored.arriving)
+    if sinks is None and kind in layer.sequences.calls:
+        layer.call = layer.sequences.calls[kind]
+        return layer.call[1:]
     if layer.window is not None and (window is None or window > layer.window):
         raise ValueError(
             f"This layer attends to {'all keys' if window is None else f'{window} keys'}, but the cache built from the "
@@ -96,6 +102,8 @@ def _call_of(layer: PagedLayer, query, scale, window, softcap, sinks) -> tuple[A
     spec = AttentionSpec(scale, window, softcap, sinks)
     options = layer.sequences.options
     layer.call = (asked, spec, select(query, layer.kv(), spec, options.backend, options.on_unsupported))
+    if sinks is None:
+        layer.sequences.calls[kind] = layer.call
     return layer.call[1:]
 
 

@@ -224,6 +224,7 @@ class PagedCache(Cache):
             layer.storage.ensure(max(blocks, layer.storage.num_blocks), table.pool.max_blocks)
             if self.sequences.tail is not None:
                 layer.storage.ensure_tail(self.sequences.tail.capacity_one_by_one())
+            layer.storage.serve_any_size()
 
     def reset(self, keep_prefixes: bool = False) -> None:
         """Forget every sequence and give all blocks back, but those that keep_prefixes=True leaves to be found."""

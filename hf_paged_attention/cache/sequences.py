@@ -7,9 +7,9 @@ pass, so that an exception half-way loses nothing: the next pass drops what the 
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Hashable
 from dataclasses import dataclass, field
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -66,6 +66,7 @@ class Sequences:
         # A draft's cache: `generate` takes a pad token that it proposed for padding, which only costs a proposal.
         self.is_draft = False
         self.num_layers = num_layers
+        self.calls: dict[Hashable, tuple[Any, ...]] = {}  # `PagedLayer.call` by what it follows from
         self.built_for: BuiltFor | None = None  # the model that brings the tokens, where it is known
         self._forget()
 

@@ -8,6 +8,9 @@ num_blocks, D, block_size]`: a decode kernel can then multiply the bytes as they
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+from typing import Any
+
 import torch
 
 from ..kernels import decode_keys, decode_values
@@ -24,6 +27,7 @@ TOKENS_TO_FIT = 64
 
 
 Memory = tuple["torch.Tensor | None", ...]
+Page = tuple[Any, ...]  # dtype and sizes of one head's block
 
 
 def values_by_slot(value: Format, device: torch.device) -> bool:
@@ -48,11 +52,8 @@ def views(memory: Memory) -> PagedKV:
 
 
 class Storage:
-    """Grows with its block pool; allocated when the first keys say their shape, dtype and device."""
+    """Grows with its block pool; the first keys say shape, dtype and device, and memory is taken as blocks are."""
 
-    # Memory is allocated as normal tensors under torch.inference_mode() too: what that mode allocates cannot be written
-    # outside of it, and a cache outlives a call.
-    @torch.inference_mode(False)
     def __init__(
         self, format: CacheFormat, block_size: int, key: torch.Tensor, value: torch.Tensor, lent: Memory | None = None
     ):
@@ -74,26 +75,14 @@ class Storage:
                     f"kv_dtype={format.name!r} packs two channels a byte, but the {what} have head size {dim}. Use "
                     "kv_dtype='int8'."
                 )
-        page = (block_size, format.value.row(self.value_dim))
-        self._k = self._new(format.key.storage_dtype(self.arriving), block_size, format.key.row(self.key_dim))
-        self._v = self._new(
-            format.value.storage_dtype(self.arriving),
-            *(reversed(page) if values_by_slot(format.value, self.device) else page),
-        )
-        self._k_scale = self._v_scale = None
-        if format.key.packed:
-            self._k_scale = self._new(torch.float16, block_size // GROUP, 2, self.key_dim)
-        elif format.key.scaled:
-            self._k_scale = self._new(torch.float32, block_size)
-        if format.value.packed:
-            self._v_scale = self._new(torch.float16, block_size, 2, value_groups(self.value_dim))
-        elif format.value.scaled:
-            self._v_scale = self._new(torch.float32, block_size)
+        # None before the first block, and what the format has not for good.
+        self._k = self._v = self._k_scale = self._v_scale = None
+        self._pages = self._pages_of(format)
         # The newest tokens, in another block table's blocks.
-        self._k_tail = self._v_tail = None
+        self._tail_pages: list[Page | None] = [None, None]
         if format.needs_tail:
-            self._k_tail = self._new(self.arriving, block_size, self.key_dim)
-            self._v_tail = self._new(value.dtype, block_size, self.value_dim)
+            self._tail_pages = [(self.arriving, block_size, self.key_dim), (value.dtype, block_size, self.value_dim)]
+        self._k_tail, self._v_tail = self._allocated(self._tail_pages, 0) if format.needs_tail else (None, None)
         self.channel_amax: torch.Tensor | None = None
         self.turn_factor: torch.Tensor | None = None
         self.tokens_fitted = 0
@@ -103,30 +92,60 @@ class Storage:
         if lent is not None:
             self._take(lent)
 
-    def _new(self, dtype: torch.dtype, *page: int) -> torch.Tensor:
-        return torch.empty(self.num_heads, 0, *page, dtype=dtype, device=self.device)
+    def _pages_of(self, format: CacheFormat) -> list[Page | None]:
+        """Of keys, values, key scales and value scales; None for what the format has not."""
+        size = self.block_size
+        values = (size, format.value.row(self.value_dim))
+        if values_by_slot(format.value, self.device):
+            values = values[::-1]
+        k_scale = v_scale = None
+        if format.key.packed:
+            k_scale = (torch.float16, size // GROUP, 2, self.key_dim)
+        elif format.key.scaled:
+            k_scale = (torch.float32, size)
+        if format.value.packed:
+            v_scale = (torch.float16, size, 2, value_groups(self.value_dim))
+        elif format.value.scaled:
+            v_scale = (torch.float32, size)
+        keys = (format.key.storage_dtype(self.arriving), size, format.key.row(self.key_dim))
+        return [keys, (format.value.storage_dtype(self.arriving), *values), k_scale, v_scale]
+
+    def _allocated(self, pages: list[Page | None], num_blocks: int) -> list[torch.Tensor | None]:
+        # Normal tensors under torch.inference_mode() too: what that mode allocates cannot be written outside of it, and
+        # a cache outlives a call.
+        with torch.inference_mode(False):
+            return [
+                None
+                if page is None
+                else torch.empty(self.num_heads, num_blocks, *page[1:], dtype=page[0], device=self.device)
+                for page in pages
+            ]
 
     def _take(self, lent: Memory) -> None:
         *pools, factor, tail_keys, tail_values = lent
-        theirs = (*pools, tail_keys, tail_values)
-        mine = (self._k, self._v, self._k_scale, self._v_scale, self._k_tail, self._v_tail)
-        for a, b in zip(mine, theirs, strict=True):
-            if (a is None) != (b is None):
-                return
-            if a is not None and (
-                a.dtype != b.dtype or a.device != b.device or a.shape[:1] + a.shape[2:] != b.shape[:1] + b.shape[2:]
+        for page, memory in zip(self._pages + self._tail_pages, (*pools, tail_keys, tail_values), strict=True):
+            held = None if memory is None else (memory.dtype, *memory.shape[2:])
+            if held != page or (
+                memory is not None and (memory.device != self.device or memory.shape[0] != self.num_heads)
             ):
                 return
-        self._k, self._v, self._k_scale, self._v_scale, self._k_tail, self._v_tail = theirs
+        self._pools, self._k_tail, self._v_tail = pools, tail_keys, tail_values
         self._factor_memory = factor
         self.num_blocks = self._k.shape[1]
         self.keeps_memory = True
 
     @property
+    def _pools(self) -> Memory:
+        return self._k, self._v, self._k_scale, self._v_scale
+
+    @_pools.setter
+    def _pools(self, pools: Iterable[torch.Tensor | None]) -> None:
+        self._k, self._v, self._k_scale, self._v_scale = pools
+
+    @property
     def bytes(self) -> int:
         """Bytes that the tensors take, blocks in use or not, the tail included."""
-        tensors = (self._k, self._v, self._k_scale, self._v_scale, self._k_tail, self._v_tail)
-        return sum(tensor.nbytes for tensor in tensors if tensor is not None)
+        return sum(tensor.nbytes for tensor in (*self._pools, self._k_tail, self._v_tail) if tensor is not None)
 
     @property
     def bytes_per_token(self) -> int:
@@ -148,7 +167,9 @@ class Storage:
 
     def memory(self) -> Memory:
         """Keys, values, their scales, the keys' factor and the tail as they lie in memory, head-outermost."""
-        return self._k, self._v, self._k_scale, self._v_scale, self.turn_factor, self._k_tail, self._v_tail
+        if self._k is None:
+            self._pools = self._allocated(self._pages, 0)
+        return *self._pools, self.turn_factor, self._k_tail, self._v_tail
 
     def ensure(self, num_blocks: int, limit: int | None) -> None:
         """Room for `num_blocks` blocks; what is stored in them stays. `limit`: blocks that will never be exceeded.
@@ -164,14 +185,14 @@ class Storage:
             target = max(num_blocks, min(target, limit))
 
         self._kv = None
-        # One tensor at a time, so that only one is in memory twice.
-        self._k = _resized(self._k, target)
-        self._v = _resized(self._v, target)
-        self._k_scale, self._v_scale = _resized(self._k_scale, target), _resized(self._v_scale, target)
+        if self.num_blocks:
+            # One tensor at a time, so that only one is in memory twice.
+            self._k = _resized(self._k, target)
+            self._v = _resized(self._v, target)
+            self._k_scale, self._v_scale = _resized(self._k_scale, target), _resized(self._v_scale, target)
+        else:
+            self._pools = self._allocated(self._pages, target)
         self.num_blocks = target
-        for memory in (self._k, self._v, self._k_scale, self._v_scale):
-            if memory is not None:
-                torch._dynamo.maybe_mark_dynamic(memory, 1)  # a compiled decode step must serve pools of any size
 
     def ensure_tail(self, num_blocks: int) -> None:
         """Room for `num_blocks` blocks of the tail: about one a sequence, so none is ever given back."""
@@ -179,8 +200,12 @@ class Storage:
             return
         self._k_tail, self._v_tail = _resized(self._k_tail, num_blocks), _resized(self._v_tail, num_blocks)
         self._kv = None
-        for memory in (self._k_tail, self._v_tail):
-            torch._dynamo.maybe_mark_dynamic(memory, 1)
+
+    def serve_any_size(self) -> None:
+        """Tell the compiler that pools have any size: a compiled decode step must serve the next cache's too."""
+        for memory in (*self._pools, self._k_tail, self._v_tail):
+            if memory is not None:
+                torch._dynamo.maybe_mark_dynamic(memory, 1)
 
     def unseal(self, sources: list[int], destinations: list[int]) -> None:
         """Decode the blocks `sources` into the tail's blocks `destinations`."""
@@ -194,7 +219,7 @@ class Storage:
             memory[:, destinations] = memory[:, sources]
 
     def copy_blocks(self, sources: list[int], destinations: list[int]) -> None:
-        for memory in (self._k, self._v, self._k_scale, self._v_scale):
+        for memory in self._pools:
             if memory is not None:
                 raw = memory.view(torch.uint8) if memory.dtype.itemsize == 1 else memory
                 raw[:, destinations] = raw[:, sources]
