@@ -28,6 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .checks import AttentionShape, strides_or_zeros
 from .dependent import dependent_launch
+from .known_calls import KnownCall
 from .launch import SpecialisedPlan, query_tiles
 from .pool_descriptors import PoolMatrix, pool_matrix
 from .softmax import LN_2, LOG2_E
@@ -577,16 +578,15 @@ def _specialised_kernel(
 
 def _descriptor(matrix: PoolMatrix, keys: int) -> TensorDescriptor:
     """The pool's matrix, read in boxes of `keys` slots by a panel of channels."""
-    plain = matrix.descriptor
-    return TensorDescriptor(plain.base, plain.shape, plain.strides, [keys, PANEL.value], LAYOUT.value)
+    return TensorDescriptor(matrix.pool, matrix.shape, matrix.strides, [keys, PANEL.value], LAYOUT.value)
 
 
 def specialised_attention(
+    call: KnownCall,
     query: torch.Tensor,
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
     out: torch.Tensor,
-    shape: AttentionShape,
     plan: SpecialisedPlan,
     *,
     query_start_loc: torch.Tensor,
@@ -599,13 +599,16 @@ def specialised_attention(
     lse: torch.Tensor | None,
 ) -> bool:
     """`unified_attention` into `out`, or False where the pools have no matrix that the copy engine reads."""
+    shape: AttentionShape = call.shape
     keys = min(shape.page, plan.block_n)
     k_matrix = pool_matrix(k_pool, keys=keys, channels=PANEL.value)
     v_matrix = pool_matrix(v_pool, keys=keys, channels=PANEL.value)
     if k_matrix is None or v_matrix is None or v_pool.stride(1) == 1:
         return False
     grid = (shape.kv_heads, query_tiles(shape, BLOCK_M))
-    _specialised_kernel[grid](
+    call.launch(
+        _specialised_kernel,
+        grid,
         query,
         _descriptor(k_matrix, keys),
         _descriptor(v_matrix, keys),

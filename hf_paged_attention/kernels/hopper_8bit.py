@@ -43,6 +43,7 @@ from .hopper import (
     _tiles,
     _view,
 )
+from .known_calls import KnownCall
 from .launch import SpecialisedPlan, query_tiles
 from .pool_descriptors import PoolMatrix, pool_matrix
 from .softmax import LOG2_E
@@ -415,16 +416,15 @@ def _specialised_8bit_kernel(
 
 def _descriptor(matrix: PoolMatrix, box: list[int]) -> TensorDescriptor:
     """The pool's matrix, read in boxes of up to 128 bytes a row."""
-    plain = matrix.descriptor
-    return TensorDescriptor(plain.base, plain.shape, plain.strides, box, _byte_layout(box[1]))
+    return TensorDescriptor(matrix.pool, matrix.shape, matrix.strides, box, _byte_layout(box[1]))
 
 
 def specialised_8bit_attention(
+    call: KnownCall,
     query: torch.Tensor,
     k_pool: torch.Tensor,
     v_pool: torch.Tensor,
     out: torch.Tensor,
-    shape: AttentionShape,
     plan: SpecialisedPlan,
     *,
     query_start_loc: torch.Tensor,
@@ -442,6 +442,7 @@ def specialised_8bit_attention(
 
     Values must be transposed in their pages, and a page hold 64 keys at least, a swizzled row of their bytes.
     """
+    shape: AttentionShape = call.shape
     keys, columns = min(shape.page, plan.block_n), min(shape.head_dim, 128)
     if keys < 64 or v_pool.stride(1) != 1:
         return False
@@ -451,7 +452,9 @@ def specialised_8bit_attention(
     if k_matrix is None or v_matrix is None or k_pool.stride(1) == 1:
         return False
     grid = (shape.kv_heads, query_tiles(shape, BLOCK_M))
-    _specialised_8bit_kernel[grid](
+    call.launch(
+        _specialised_8bit_kernel,
+        grid,
         query,
         _descriptor(k_matrix, [keys, columns]),
         _descriptor(v_matrix, [shape.head_dim, keys]),
@@ -482,8 +485,8 @@ def specialised_8bit_attention(
         GROUP=shape.group,
         D=shape.head_dim,
         WINDOW=window or 0,
-        KEY_FORMAT=pool_format(k_pool.dtype),
-        VALUE_FORMAT=pool_format(v_pool.dtype),
+        KEY_FORMAT=pool_format(k_pool.dtype).value,
+        VALUE_FORMAT=pool_format(v_pool.dtype).value,
         PAGE=shape.page,
         BLOCK_N=plan.block_n,
         BOX_KEYS=keys,

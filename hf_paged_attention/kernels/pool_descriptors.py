@@ -6,6 +6,7 @@ large for 32-bit rows, has no such matrix: kernels then read it through pointers
 """
 
 from dataclasses import dataclass
+from functools import lru_cache
 
 import torch
 from triton.tools.tensor_descriptor import TensorDescriptor
@@ -14,10 +15,26 @@ _ALIGNMENT = 16  # bytes, of addresses, rows and tiles
 
 
 @dataclass(frozen=True)
-class PoolMatrix:
-    descriptor: TensorDescriptor
+class _Geometry:
+    """What of a `PoolMatrix` follows from the pool's shape and strides."""
+
+    shape: list[int]
+    strides: list[int]
+    tile: list[int]
     rows_a_head: int
     rows_a_block: int
+
+
+class PoolMatrix:
+    def __init__(self, pool: torch.Tensor, geometry: _Geometry):
+        self.pool = pool
+        self.shape, self.strides = geometry.shape, geometry.strides
+        self.rows_a_head, self.rows_a_block = geometry.rows_a_head, geometry.rows_a_block
+        self._tile = geometry.tile
+
+    @property
+    def descriptor(self) -> TensorDescriptor:
+        return TensorDescriptor(self.pool, self.shape, self.strides, self._tile)
 
 
 def pool_matrix(pool: torch.Tensor, *, keys: int, channels: int) -> PoolMatrix | None:
@@ -25,12 +42,19 @@ def pool_matrix(pool: torch.Tensor, *, keys: int, channels: int) -> PoolMatrix |
 
     None where the layout has none, or where a tile would not lie in one page.
     """
-    num_blocks, block_size, heads, dim = pool.shape
-    block, slot, head, channel = pool.stride()
+    if pool.data_ptr() % _ALIGNMENT:
+        return None
+    geometry = _geometry(pool.shape, pool.stride(), pool.element_size(), keys, channels)
+    return None if geometry is None else PoolMatrix(pool, geometry)
+
+
+@lru_cache(maxsize=1024)
+def _geometry(shape: tuple[int, ...], stride: tuple[int, ...], size: int, keys: int, channels: int) -> _Geometry | None:
+    num_blocks, block_size, heads, dim = shape
+    block, slot, head, channel = stride
     transposed = slot == 1
     row = channel if transposed else slot
     width, tile = (block_size, (channels, keys)) if transposed else (dim, (keys, channels))
-    size = pool.element_size()
     fits = (
         num_blocks > 0
         and (transposed or channel == 1)
@@ -42,11 +66,10 @@ def pool_matrix(pool: torch.Tensor, *, keys: int, channels: int) -> PoolMatrix |
         and row >= width
         and tile[1] * size >= _ALIGNMENT
         and max(tile) <= 256
-        and pool.data_ptr() % _ALIGNMENT == 0
     )
     if not fits:
         return None
     rows = ((heads - 1) * head + (num_blocks - 1) * block) // row + (dim if transposed else block_size)
     if rows >= 2**31:
         return None
-    return PoolMatrix(TensorDescriptor(pool, [rows, width], [row, 1], list(tile)), head // row, block // row)
+    return _Geometry([rows, width], [row, 1], list(tile), head // row, block // row)

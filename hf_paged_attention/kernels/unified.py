@@ -13,10 +13,11 @@ import torch
 import triton
 import triton.language as tl
 
-from .checks import check_attention, strides_or_zeros
+from .checks import AttentionShape, check_attention, strides_or_zeros
 from .convert import FLOAT, dot_dtypes, pool_bytes, pool_factor, pool_format
 from .dependent import dependent_launch, follow
 from .integers import next_power_of_2
+from .known_calls import known_call
 from .launch import UnifiedPlan, plan_unified, query_tiles
 from .pool_descriptors import pool_matrix
 from .softmax import LN_2, LOG2_E, attend_tiles
@@ -363,16 +364,28 @@ def unified_attention(
     Raises:
         ValueError: a shape, dtype or stride other than the above, named with its value.
     """
-    shape = check_attention(
-        query, k_pool, v_pool, query_start_loc, seq_lens, block_table, window, softcap, sinks, k_scale, v_scale,
-        kv_start, k_tail, v_tail, tail_table, sealed_lens, out, lse,
+    given = plan
+
+    def prepare() -> tuple[AttentionShape, UnifiedPlan | None]:
+        shape = check_attention(
+            query, k_pool, v_pool, query_start_loc, seq_lens, block_table, window, softcap, sinks, k_scale, v_scale,
+            kv_start, k_tail, v_tail, tail_table, sealed_lens, out, lse,
+        )  # fmt: skip
+        if given is not None or shape.tokens == 0 or shape.requests == 0:
+            return shape, given
+        return shape, plan_unified(shape, max_query_len=max_query_len, max_seq_len=max_seq_len, window=window)
+
+    tensors = (
+        query, k_pool, v_pool, query_start_loc, seq_lens, block_table, sinks, k_scale, v_scale, kv_start, k_tail,
+        v_tail, tail_table, sealed_lens, out, lse,
     )  # fmt: skip
+    numbers = max_query_len, max_seq_len, scale, window, softcap, given, query.device
+    call = known_call(prepare, tensors, "unified", *numbers)
+    shape, plan = call.shape, call.plan
     if out is None:
         out = query.new_empty(shape.tokens, shape.query_heads, shape.value_dim)
     if shape.tokens == 0 or shape.requests == 0:
         return out
-    if plan is None:
-        plan = plan_unified(shape, max_query_len=max_query_len, max_seq_len=max_seq_len, window=window)
     if plan.specialised and softcap is None and shape.page == k_pool.shape[1]:
         # Gluon, which not every Triton has.
         if shape.quantized:
@@ -384,7 +397,7 @@ def unified_attention(
 
             scales = {}
         taken = specialised(
-            query, k_pool, v_pool, out, shape, plan.specialised, query_start_loc=query_start_loc, seq_lens=seq_lens,
+            call, query, k_pool, v_pool, out, plan.specialised, query_start_loc=query_start_loc, seq_lens=seq_lens,
             block_table=block_table, scale=scale, window=window, sinks=sinks, kv_start=kv_start, lse=lse, **scales,
         )  # fmt: skip
         if taken:
@@ -398,7 +411,9 @@ def unified_attention(
         k_matrix = pool_matrix(k_bytes, keys=plan.block_n, channels=block_d) if k_pool.dtype != torch.uint8 else None
         v_matrix = pool_matrix(v_bytes, keys=plan.block_n, channels=block_dv) if v_pool.dtype != torch.uint8 else None
     grid = (shape.kv_heads, query_tiles(shape, plan.block_m))
-    _unified_kernel[grid](
+    call.launch(
+        _unified_kernel,
+        grid,
         query,
         k_bytes,
         v_bytes,

@@ -16,6 +16,7 @@ from .convert import FLOAT, INT4, encode, pool_bytes, pool_format, quotient, row
 from .dependent import dependent_launch, follow
 from .int4 import store_int4_values
 from .integers import cdiv, next_power_of_2
+from .known_calls import known_call
 from .launch import WritePlan, gpu_of, plan_write
 from .rotate import hadamard_block, rotate_tile, turn_options, turned_states
 
@@ -208,6 +209,11 @@ def _write_kernel(
         )  # fmt: skip
 
 
+def _by_slot(v_pool: torch.Tensor) -> bool:
+    """Whether values lie transposed in their page."""
+    return v_pool.stride(1) == 1 and v_pool.stride(3) != 1
+
+
 def write_kv(
     key: torch.Tensor,
     value: torch.Tensor,
@@ -243,18 +249,24 @@ def write_kv(
     Raises:
         ValueError: a shape, dtype or stride other than the above, named with its value.
     """
-    check_write(key, value, k_pool, v_pool, slot_mapping, k_scale, v_scale, turn_factor, query)
+    given = plan
+
+    def prepare() -> tuple[None, WritePlan]:
+        check_write(*tensors)
+        return None, given or plan_write(
+            rows=key.shape[0] * key.shape[1], head_dim=key.shape[2], value_dim=value.shape[2], dtype=key.dtype,
+            device=key.device, values_by_slot=_by_slot(v_pool), turned=turn_factor is not None,
+        )  # fmt: skip
+
+    tensors = key, value, k_pool, v_pool, slot_mapping, k_scale, v_scale, turn_factor, query
+    call = known_call(prepare, tensors, "write", given, key.device)
+    plan = call.plan
     tokens, kv_heads, head_dim = key.shape
     block_size = k_pool.shape[1]
     turned_query = None if query is None else torch.empty_like(query, memory_format=torch.contiguous_format)
     if tokens == 0:
         return turned_query
-    by_slot = v_pool.stride(1) == 1 and v_pool.stride(3) != 1
     group = 1 if query is None else query.shape[1] // kv_heads
-    plan = plan or plan_write(
-        rows=tokens * kv_heads, head_dim=head_dim, value_dim=value.shape[-1], dtype=key.dtype, device=key.device,
-        values_by_slot=by_slot, turned=turn_factor is not None,
-    )  # fmt: skip
     key_programs = cdiv(tokens, plan.key_rows) * kv_heads
     value_programs = cdiv(tokens, plan.value_rows) * kv_heads
     query_programs = 0 if query is None else cdiv(tokens * group, plan.key_rows) * kv_heads
@@ -262,7 +274,9 @@ def write_kv(
     turn = turn_options(head_dim, key.dtype)
     if turn_factor is None:
         turn = {**turn, "BLOCK_D": next_power_of_2(head_dim)}
-    _write_kernel[(key_programs + value_programs + query_programs,)](
+    call.launch(
+        _write_kernel,
+        (key_programs + value_programs + query_programs, 1),
         key,
         value,
         query,
@@ -293,7 +307,7 @@ def write_kv(
         GROUP=group,
         KEY_FORMAT=pool_format(k_pool.dtype).value,
         VALUE_FORMAT=pool_format(v_pool.dtype).value,
-        BY_SLOT=by_slot,
+        BY_SLOT=_by_slot(v_pool),
         FLOAT8=gpu_of(key.device).float8,
         PAGE_BITS=block_size.bit_length() - 1 if block_size & (block_size - 1) == 0 else -1,
         VALUE_STEP=v_pool.stride(3) if v_pool.stride(3) == block_size else 0,
