@@ -28,7 +28,7 @@ from triton.experimental.gluon.nvidia.hopper import TensorDescriptor
 
 from .checks import AttentionShape, strides_or_zeros
 from .dependent import dependent_launch
-from .known_calls import KnownCall
+from .known_calls import KnownCall, Launch
 from .launch import SpecialisedPlan, query_tiles
 from .pool_descriptors import PoolMatrix, pool_matrix
 from .softmax import LN_2, LOG2_E
@@ -605,44 +605,42 @@ def specialised_attention(
     v_matrix = pool_matrix(v_pool, keys=keys, channels=PANEL.value)
     if k_matrix is None or v_matrix is None or v_pool.stride(1) == 1:
         return False
-    grid = (shape.kv_heads, query_tiles(shape, BLOCK_M))
-    call.launch(
-        _specialised_kernel,
-        grid,
-        query,
-        _descriptor(k_matrix, keys),
-        _descriptor(v_matrix, keys),
-        sinks,
-        out,
-        lse,
-        query_start_loc,
-        seq_lens,
-        block_table,
-        kv_start,
-        shape.requests,
-        abs(scale) * LOG2_E.value,
-        query.stride(0),
-        query.stride(1),
-        out.stride(0),
-        out.stride(1),
-        *strides_or_zeros(lse, 2),
-        block_table.stride(0),
-        k_matrix.rows_a_head,
-        k_matrix.rows_a_block,
-        v_matrix.rows_a_head,
-        v_matrix.rows_a_block,
-        GROUP=shape.group,
-        D=shape.head_dim,
-        WINDOW=window or 0,
-        PAGE=shape.page,
-        BLOCK_N=plan.block_n,
-        BOX_KEYS=keys,
-        K_STAGES=plan.key_stages,
-        V_STAGES=plan.value_stages,
-        QUERY_IN_REGISTERS=plan.query_in_registers,
-        PING_PONG=plan.ping_pong,
-        NEGATED=scale < 0,
-        num_warps=4,
-        **dependent_launch(query.device),
-    )
+
+    def rest() -> Launch:
+        numbers = (
+            shape.requests,
+            abs(scale) * LOG2_E.value,
+            query.stride(0),
+            query.stride(1),
+            out.stride(0),
+            out.stride(1),
+            *strides_or_zeros(lse, 2),
+            block_table.stride(0),
+            k_matrix.rows_a_head,
+            k_matrix.rows_a_block,
+            v_matrix.rows_a_head,
+            v_matrix.rows_a_block,
+        )
+        constants = dict(
+            GROUP=shape.group,
+            D=shape.head_dim,
+            WINDOW=window or 0,
+            PAGE=shape.page,
+            BLOCK_N=plan.block_n,
+            BOX_KEYS=keys,
+            K_STAGES=plan.key_stages,
+            V_STAGES=plan.value_stages,
+            QUERY_IN_REGISTERS=plan.query_in_registers,
+            PING_PONG=plan.ping_pong,
+            NEGATED=scale < 0,
+            num_warps=4,
+            **dependent_launch(query.device),
+        )
+        return (shape.kv_heads, query_tiles(shape, BLOCK_M), 1), numbers, constants
+
+    tensors = (
+        query, _descriptor(k_matrix, keys), _descriptor(v_matrix, keys), sinks, out, lse, query_start_loc, seq_lens,
+        block_table, kv_start,
+    )  # fmt: skip
+    call.launch(_specialised_kernel, tensors, rest)
     return True

@@ -43,7 +43,7 @@ from .hopper import (
     _tiles,
     _view,
 )
-from .known_calls import KnownCall
+from .known_calls import KnownCall, Launch
 from .launch import SpecialisedPlan, query_tiles
 from .pool_descriptors import PoolMatrix, pool_matrix
 from .softmax import LOG2_E
@@ -451,54 +451,50 @@ def specialised_8bit_attention(
     v_matrix = pool_matrix(v_bytes, keys=keys, channels=shape.head_dim)
     if k_matrix is None or v_matrix is None or k_pool.stride(1) == 1:
         return False
-    grid = (shape.kv_heads, query_tiles(shape, BLOCK_M))
-    call.launch(
-        _specialised_8bit_kernel,
-        grid,
-        query,
-        _descriptor(k_matrix, [keys, columns]),
-        _descriptor(v_matrix, [shape.head_dim, keys]),
-        k_scale,
-        v_scale,
-        sinks,
-        out,
-        lse,
-        query_start_loc,
-        seq_lens,
-        block_table,
-        kv_start,
-        shape.requests,
-        abs(scale) * LOG2_E.value * pool_factor(k_pool.dtype),
-        pool_factor(v_pool.dtype),
-        query.stride(0),
-        query.stride(1),
-        *k_scale.stride(),
-        *v_scale.stride(),
-        out.stride(0),
-        out.stride(1),
-        *strides_or_zeros(lse, 2),
-        block_table.stride(0),
-        k_matrix.rows_a_head,
-        k_matrix.rows_a_block,
-        v_matrix.rows_a_head,
-        v_matrix.rows_a_block,
-        GROUP=shape.group,
-        D=shape.head_dim,
-        WINDOW=window or 0,
-        KEY_FORMAT=pool_format(k_pool.dtype).value,
-        VALUE_FORMAT=pool_format(v_pool.dtype).value,
-        PAGE=shape.page,
-        BLOCK_N=plan.block_n,
-        BOX_KEYS=keys,
-        COLUMNS=columns,
-        K_STAGES=plan.key_stages,
-        V_STAGES=plan.value_stages,
-        BYTE_STAGES=plan.byte_stages,
-        CONVERTER_REGISTERS=plan.converter_registers,
-        QUERY_IN_REGISTERS=plan.query_in_registers,
-        PING_PONG=plan.ping_pong,
-        NEGATED=scale < 0,
-        num_warps=4,
-        **dependent_launch(query.device),
-    )
+
+    def rest() -> Launch:
+        numbers = (
+            shape.requests,
+            abs(scale) * LOG2_E.value * pool_factor(k_pool.dtype),
+            pool_factor(v_pool.dtype),
+            query.stride(0),
+            query.stride(1),
+            *k_scale.stride(),
+            *v_scale.stride(),
+            out.stride(0),
+            out.stride(1),
+            *strides_or_zeros(lse, 2),
+            block_table.stride(0),
+            k_matrix.rows_a_head,
+            k_matrix.rows_a_block,
+            v_matrix.rows_a_head,
+            v_matrix.rows_a_block,
+        )
+        constants = dict(
+            GROUP=shape.group,
+            D=shape.head_dim,
+            WINDOW=window or 0,
+            KEY_FORMAT=pool_format(k_pool.dtype),
+            VALUE_FORMAT=pool_format(v_pool.dtype),
+            PAGE=shape.page,
+            BLOCK_N=plan.block_n,
+            BOX_KEYS=keys,
+            COLUMNS=columns,
+            K_STAGES=plan.key_stages,
+            V_STAGES=plan.value_stages,
+            BYTE_STAGES=plan.byte_stages,
+            CONVERTER_REGISTERS=plan.converter_registers,
+            QUERY_IN_REGISTERS=plan.query_in_registers,
+            PING_PONG=plan.ping_pong,
+            NEGATED=scale < 0,
+            num_warps=4,
+            **dependent_launch(query.device),
+        )
+        return (shape.kv_heads, query_tiles(shape, BLOCK_M), 1), numbers, constants
+
+    tensors = (
+        query, _descriptor(k_matrix, [keys, columns]), _descriptor(v_matrix, [shape.head_dim, keys]), k_scale, v_scale,
+        sinks, out, lse, query_start_loc, seq_lens, block_table, kv_start,
+    )  # fmt: skip
+    call.launch(_specialised_8bit_kernel, tensors, rest)
     return True

@@ -18,6 +18,10 @@ _ALIGNMENT = 16  # bytes, to which Triton looks at pointers
 # Kinds of calls that are remembered; past it all are forgotten.
 _MOST = 4096
 
+Grid = tuple[int, int, int]
+# Grid, arguments behind the tensors, and constexprs with launch options by name.
+Launch = tuple[Grid, tuple[Any, ...], dict[str, Any]]
+
 _calls: dict[tuple, "KnownCall"] = {}
 
 
@@ -26,27 +30,29 @@ class KnownCall:
 
     def __init__(self, shape: Any, plan: Any):
         self.shape, self.plan = shape, plan
-        self._compiled: dict[tuple, tuple[CompiledKernel, tuple]] = {}
+        self._compiled: dict[tuple, tuple[CompiledKernel, Grid, tuple]] = {}
 
-    def launch(self, kernel: Any, grid: tuple[int, int], *arguments: Any, **constants: Any) -> None:
-        """`kernel[grid](*arguments, **constants)`, where all but the tensors' addresses follows from the kind of call.
+    def launch(self, kernel: Any, tensors: tuple[Any, ...], rest: Callable[[], Launch]) -> None:
+        """Start the kernel over `tensors`, its first arguments: tensors, descriptors or None.
 
-        arguments: all that are no constexpr, in the kernel's order.
+        rest gives all else, which follows from the kind of call; asked where it is not known.
         """
         # Not in the interpreter, and not on AMD, where Triton also looks at the memory that a tensor is part of.
         if not isinstance(kernel, JITFunction) or torch.version.hip is not None:
-            kernel[grid](*arguments, **constants)
+            grid, numbers, constants = rest()
+            kernel[grid](*tensors, *numbers, **constants)
             return
         knobs = triton.knobs
         key = kernel, driver.active.get_current_device(), knobs.runtime.debug, knobs.compilation.instrumentation_mode
         if key in self._compiled:
-            compiled, values = self._compiled[key]
-            compiled[(*grid, 1)](*arguments, *values)
+            compiled, grid, arguments = self._compiled[key]
+            compiled[grid](*tensors, *arguments)
             return
-        compiled = kernel[grid](*arguments, **constants)
+        grid, numbers, constants = rest()
+        compiled = kernel[grid](*tensors, *numbers, **constants)
         if isinstance(compiled, CompiledKernel) and compiled.module is not None:  # else compiled, but not started
-            names = kernel.arg_names[len(arguments) :]
-            self._compiled[key] = compiled, tuple(constants[name] for name in names)
+            names = kernel.arg_names[len(tensors) + len(numbers) :]
+            self._compiled[key] = compiled, grid, (*numbers, *(constants[name] for name in names))
 
 
 def known_call(

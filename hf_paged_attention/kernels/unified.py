@@ -17,7 +17,7 @@ from .checks import AttentionShape, check_attention, strides_or_zeros
 from .convert import FLOAT, dot_dtypes, pool_bytes, pool_factor, pool_format
 from .dependent import dependent_launch, follow
 from .integers import next_power_of_2
-from .known_calls import known_call
+from .known_calls import Launch, known_call
 from .launch import UnifiedPlan, plan_unified, query_tiles
 from .pool_descriptors import pool_matrix
 from .softmax import LN_2, LOG2_E, attend_tiles
@@ -56,6 +56,12 @@ def _unified_kernel(
     seq_lens_ptr,
     table_ptr,
     kv_start_ptr,
+    k_desc,
+    v_desc,
+    k_tail_ptr,
+    v_tail_ptr,
+    tail_table_ptr,
+    sealed_lens_ptr,
     num_requests,
     scale,
     softcap,
@@ -81,16 +87,10 @@ def _unified_kernel(
     stride_lse_token,
     stride_lse_head,
     stride_table,
-    k_desc,
-    v_desc,
     k_head_rows,
     k_block_rows,
     v_head_rows,
     v_block_rows,
-    k_tail_ptr,
-    v_tail_ptr,
-    tail_table_ptr,
-    sealed_lens_ptr,
     stride_kt_block,
     stride_kt_slot,
     stride_kt_head,
@@ -403,74 +403,63 @@ def unified_attention(
         if taken:
             return out
     k_bytes, v_bytes = pool_bytes(k_pool), pool_bytes(v_pool)
-    key_factor, out_factor = pool_factor(k_pool.dtype), pool_factor(v_pool.dtype)
-    key_dtype, value_dtype = dot_dtypes(query.dtype, v_pool.dtype)
     block_d, block_dv = next_power_of_2(shape.head_dim), next_power_of_2(shape.value_dim)
     k_matrix = v_matrix = None
     if plan.descriptors and shape.page == k_pool.shape[1]:
         k_matrix = pool_matrix(k_bytes, keys=plan.block_n, channels=block_d) if k_pool.dtype != torch.uint8 else None
         v_matrix = pool_matrix(v_bytes, keys=plan.block_n, channels=block_dv) if v_pool.dtype != torch.uint8 else None
-    grid = (shape.kv_heads, query_tiles(shape, plan.block_m))
-    call.launch(
-        _unified_kernel,
-        grid,
-        query,
-        k_bytes,
-        v_bytes,
-        k_scale,
-        v_scale,
-        sinks,
-        out,
-        lse,
-        query_start_loc,
-        seq_lens,
-        block_table,
-        kv_start,
-        shape.requests,
-        abs(scale) * key_factor * (1.0 if softcap else LOG2_E.value),
-        softcap,
-        out_factor,
-        query.stride(0),
-        query.stride(1),
-        *k_bytes.stride(),
-        *v_bytes.stride(),
-        *strides_or_zeros(k_scale, 3)[:3],
-        *strides_or_zeros(v_scale, 3)[:3],
-        out.stride(0),
-        out.stride(1),
-        *strides_or_zeros(lse, 2),
-        block_table.stride(0),
-        k_matrix.descriptor if k_matrix else None,
-        v_matrix.descriptor if v_matrix else None,
-        k_matrix.rows_a_head if k_matrix else 0,
-        k_matrix.rows_a_block if k_matrix else 0,
-        v_matrix.rows_a_head if v_matrix else 0,
-        v_matrix.rows_a_block if v_matrix else 0,
-        k_tail,
-        v_tail,
-        tail_table,
-        sealed_lens,
-        *strides_or_zeros(k_tail, 4),
-        *strides_or_zeros(v_tail, 4),
-        0 if tail_table is None else tail_table.stride(0),
-        GROUP=shape.group,
-        D=shape.head_dim,
-        DV=shape.value_dim,
-        WINDOW=window or 0,
-        KEY_FORMAT=pool_format(k_pool.dtype).value,
-        VALUE_FORMAT=pool_format(v_pool.dtype).value,
-        PAGE=shape.page,
-        BLOCK_M=plan.block_m,
-        BLOCK_N=plan.block_n,
-        BLOCK_D=block_d,
-        BLOCK_DV=block_dv,
-        KEY_DTYPE=key_dtype,
-        VALUE_DTYPE=value_dtype,
-        VALUES_BY_SLOT=v_pool.stride(1) == 1,
-        NEGATED=scale < 0,
-        TAIL=sealed_lens is not None,
-        num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
-        **dependent_launch(query.device),
-    )
+
+    def rest() -> Launch:
+        key_dtype, value_dtype = dot_dtypes(query.dtype, v_pool.dtype)
+        numbers = (
+            shape.requests,
+            abs(scale) * pool_factor(k_pool.dtype) * (1.0 if softcap else LOG2_E.value),
+            softcap,
+            pool_factor(v_pool.dtype),
+            query.stride(0),
+            query.stride(1),
+            *k_bytes.stride(),
+            *v_bytes.stride(),
+            *strides_or_zeros(k_scale, 3)[:3],
+            *strides_or_zeros(v_scale, 3)[:3],
+            out.stride(0),
+            out.stride(1),
+            *strides_or_zeros(lse, 2),
+            block_table.stride(0),
+            k_matrix.rows_a_head if k_matrix else 0,
+            k_matrix.rows_a_block if k_matrix else 0,
+            v_matrix.rows_a_head if v_matrix else 0,
+            v_matrix.rows_a_block if v_matrix else 0,
+            *strides_or_zeros(k_tail, 4),
+            *strides_or_zeros(v_tail, 4),
+            0 if tail_table is None else tail_table.stride(0),
+        )
+        constants = dict(
+            GROUP=shape.group,
+            D=shape.head_dim,
+            DV=shape.value_dim,
+            WINDOW=window or 0,
+            KEY_FORMAT=pool_format(k_pool.dtype).value,
+            VALUE_FORMAT=pool_format(v_pool.dtype).value,
+            PAGE=shape.page,
+            BLOCK_M=plan.block_m,
+            BLOCK_N=plan.block_n,
+            BLOCK_D=block_d,
+            BLOCK_DV=block_dv,
+            KEY_DTYPE=key_dtype,
+            VALUE_DTYPE=value_dtype,
+            VALUES_BY_SLOT=v_pool.stride(1) == 1,
+            NEGATED=scale < 0,
+            TAIL=sealed_lens is not None,
+            num_warps=plan.num_warps,
+            num_stages=plan.num_stages,
+            **dependent_launch(query.device),
+        )
+        return (shape.kv_heads, query_tiles(shape, plan.block_m), 1), numbers, constants
+
+    tensors = (
+        query, k_bytes, v_bytes, k_scale, v_scale, sinks, out, lse, query_start_loc, seq_lens, block_table, kv_start,
+        k_matrix and k_matrix.descriptor, v_matrix and v_matrix.descriptor, k_tail, v_tail, tail_table, sealed_lens,
+    )  # fmt: skip
+    call.launch(_unified_kernel, tensors, rest)
     return out

@@ -16,7 +16,7 @@ from .convert import FLOAT, INT4, encode, pool_bytes, pool_format, quotient, row
 from .dependent import dependent_launch, follow
 from .int4 import store_int4_values
 from .integers import cdiv, next_power_of_2
-from .known_calls import known_call
+from .known_calls import Launch, known_call
 from .launch import WritePlan, gpu_of, plan_write
 from .rotate import hadamard_block, rotate_tile, turn_options, turned_states
 
@@ -249,74 +249,70 @@ def write_kv(
     Raises:
         ValueError: a shape, dtype or stride other than the above, named with its value.
     """
-    given = plan
+    asked = plan
 
     def prepare() -> tuple[None, WritePlan]:
         check_write(*tensors)
-        return None, given or plan_write(
+        return None, asked or plan_write(
             rows=key.shape[0] * key.shape[1], head_dim=key.shape[2], value_dim=value.shape[2], dtype=key.dtype,
             device=key.device, values_by_slot=_by_slot(v_pool), turned=turn_factor is not None,
         )  # fmt: skip
 
     tensors = key, value, k_pool, v_pool, slot_mapping, k_scale, v_scale, turn_factor, query
-    call = known_call(prepare, tensors, "write", given, key.device)
+    call = known_call(prepare, tensors, "write", asked, key.device)
     plan = call.plan
-    tokens, kv_heads, head_dim = key.shape
-    block_size = k_pool.shape[1]
     turned_query = None if query is None else torch.empty_like(query, memory_format=torch.contiguous_format)
-    if tokens == 0:
+    if key.shape[0] == 0:
         return turned_query
-    group = 1 if query is None else query.shape[1] // kv_heads
-    key_programs = cdiv(tokens, plan.key_rows) * kv_heads
-    value_programs = cdiv(tokens, plan.value_rows) * kv_heads
-    query_programs = 0 if query is None else cdiv(tokens * group, plan.key_rows) * kv_heads
     k_bytes, v_bytes = pool_bytes(k_pool), pool_bytes(v_pool)
-    turn = turn_options(head_dim, key.dtype)
-    if turn_factor is None:
-        turn = {**turn, "BLOCK_D": next_power_of_2(head_dim)}
-    call.launch(
-        _write_kernel,
-        (key_programs + value_programs + query_programs, 1),
-        key,
-        value,
-        query,
-        k_bytes,
-        v_bytes,
-        k_scale,
-        v_scale,
-        turn_factor,
-        turned_query,
-        slot_mapping,
-        hadamard_block(head_dim) ** -0.5,
-        tokens,
-        block_size,
-        key_programs,
-        value_programs,
-        key.stride(0),
-        key.stride(1),
-        value.stride(0),
-        value.stride(1),
-        *strides_or_zeros(query, 3)[:2],
-        *k_bytes.stride(),
-        *v_bytes.stride(),
-        *strides_or_zeros(k_scale, 3),
-        *strides_or_zeros(v_scale, 3)[:3],
-        D=head_dim,
-        DV=value.shape[-1],
-        KV_HEADS=kv_heads,
-        GROUP=group,
-        KEY_FORMAT=pool_format(k_pool.dtype).value,
-        VALUE_FORMAT=pool_format(v_pool.dtype).value,
-        BY_SLOT=_by_slot(v_pool),
-        FLOAT8=gpu_of(key.device).float8,
-        PAGE_BITS=block_size.bit_length() - 1 if block_size & (block_size - 1) == 0 else -1,
-        VALUE_STEP=v_pool.stride(3) if v_pool.stride(3) == block_size else 0,
-        KEY_ROWS=plan.key_rows,
-        VALUE_ROWS=plan.value_rows,
-        BLOCK_DV=next_power_of_2(value.shape[-1]),
-        QUERY_DOT_DTYPE=turn_options(head_dim, key.dtype if query is None else query.dtype)["DOT_DTYPE"],
-        num_warps=plan.num_warps,
-        **turn,
-        **dependent_launch(key.device),
-    )
+
+    def rest() -> Launch:
+        tokens, kv_heads, head_dim = key.shape
+        block_size = k_pool.shape[1]
+        group = 1 if query is None else query.shape[1] // kv_heads
+        key_programs = cdiv(tokens, plan.key_rows) * kv_heads
+        value_programs = cdiv(tokens, plan.value_rows) * kv_heads
+        query_programs = 0 if query is None else cdiv(tokens * group, plan.key_rows) * kv_heads
+        turn = turn_options(head_dim, key.dtype)
+        if turn_factor is None:
+            turn = {**turn, "BLOCK_D": next_power_of_2(head_dim)}
+        numbers = (
+            hadamard_block(head_dim) ** -0.5,
+            tokens,
+            block_size,
+            key_programs,
+            value_programs,
+            key.stride(0),
+            key.stride(1),
+            value.stride(0),
+            value.stride(1),
+            *strides_or_zeros(query, 3)[:2],
+            *k_bytes.stride(),
+            *v_bytes.stride(),
+            *strides_or_zeros(k_scale, 3),
+            *strides_or_zeros(v_scale, 3)[:3],
+        )
+        constants = dict(
+            D=head_dim,
+            DV=value.shape[-1],
+            KV_HEADS=kv_heads,
+            GROUP=group,
+            KEY_FORMAT=pool_format(k_pool.dtype).value,
+            VALUE_FORMAT=pool_format(v_pool.dtype).value,
+            BY_SLOT=_by_slot(v_pool),
+            FLOAT8=gpu_of(key.device).float8,
+            PAGE_BITS=block_size.bit_length() - 1 if block_size & (block_size - 1) == 0 else -1,
+            VALUE_STEP=v_pool.stride(3) if v_pool.stride(3) == block_size else 0,
+            KEY_ROWS=plan.key_rows,
+            VALUE_ROWS=plan.value_rows,
+            BLOCK_DV=next_power_of_2(value.shape[-1]),
+            QUERY_DOT_DTYPE=turn_options(head_dim, key.dtype if query is None else query.dtype)["DOT_DTYPE"],
+            num_warps=plan.num_warps,
+            **turn,
+            **dependent_launch(key.device),
+        )
+        return (key_programs + value_programs + query_programs, 1, 1), numbers, constants
+
+    given = key, value, query, k_bytes, v_bytes, k_scale, v_scale, turn_factor, turned_query, slot_mapping
+    call.launch(_write_kernel, given, rest)
     return turned_query
