@@ -62,9 +62,9 @@ def _remember_answers(prompts: _Prompts, answers: Any) -> None:
     stored.remember([row[padding:] for row, padding in zip(rows, prompts.padding, strict=True)])
 
 
-def _note(cache: Any, input_ids: torch.Tensor, config: Any, model_kwargs: dict) -> None:
+def _note(cache: Any, input_ids: torch.Tensor, mask: Any, config: Any, model_kwargs: dict) -> None:
     """Note the prompts if every token that the cache will hold after this call is one of the call's output."""
-    noted, mask = _prefilled.get(), model_kwargs.get("attention_mask")
+    noted = _prefilled.get()
     if noted is None or not isinstance(cache, PagedCache) or cache.sequences.prefixes is None:
         return
     if config.num_beams > 1 or not cache.can_share_prefixes or model_kwargs.get("inputs_embeds") is not None:
@@ -88,15 +88,17 @@ def shared_prefill(
 
     Raises `ValueError` for right padding, before anything is computed.
     """
-    cache = model_kwargs.get(CACHE_ARGUMENT)
+    cache, mask = model_kwargs.get(CACHE_ARGUMENT), model_kwargs.get("attention_mask")
+    if isinstance(mask, torch.Tensor) and mask.dim() == 2:
+        mask = mask.cpu()  # only looked at: one wait for the device instead of several
     if not getattr(config, "is_assistant", False):
-        _refuse_right_padding(model_kwargs.get("attention_mask"))
-    _note(cache, input_ids, config, model_kwargs)
-    if not _applies(cache, input_ids, config, model_kwargs):
+        _refuse_right_padding(mask)
+    _note(cache, input_ids, mask, config, model_kwargs)
+    if not _applies(cache, input_ids, mask, config, model_kwargs):
         return prefill(input_ids, config, model_kwargs, **kwargs)
     recorded = cache.sequences.record_past
     try:
-        return _shared(model, prefill, input_ids, config, model_kwargs, **kwargs)
+        return _shared(model, prefill, input_ids, mask, config, model_kwargs, **kwargs)
     except BaseException:
         # The beginning that was shared is of this prompt alone: the cache was empty, and is so again.
         cache.reset(keep_prefixes=True)
@@ -113,8 +115,8 @@ def _refuse_right_padding(mask: Any) -> None:
         raise ValueError(RIGHT_PADDING.format(rows=bad.nonzero().flatten().tolist()))
 
 
-def _shared(model, prefill, input_ids, config, model_kwargs, **kwargs) -> Any:
-    cache, mask = model_kwargs[CACHE_ARGUMENT], model_kwargs.get("attention_mask")
+def _shared(model, prefill, input_ids, mask, config, model_kwargs, **kwargs) -> Any:
+    cache = model_kwargs[CACHE_ARGUMENT]
     known = cache.match_prefix(input_ids, mask) if cache.sequences.prefixes is not None else 0
     unique, copies = _unique_rows(input_ids, mask)
     if len(unique) < len(copies) and known:
@@ -133,7 +135,7 @@ def _shared(model, prefill, input_ids, config, model_kwargs, **kwargs) -> Any:
     return outputs
 
 
-def _applies(cache: Any, input_ids: torch.Tensor, config: Any, model_kwargs: dict) -> bool:
+def _applies(cache: Any, input_ids: torch.Tensor, mask: Any, config: Any, model_kwargs: dict) -> bool:
     return (
         isinstance(cache, PagedCache)
         and cache.can_share_prefixes
@@ -145,14 +147,14 @@ def _applies(cache: Any, input_ids: torch.Tensor, config: Any, model_kwargs: dic
         and model_kwargs.get("inputs_embeds") is None
         and not any(getattr(config, name, None) for name in _ROW_OUTPUTS)
         and set(model_kwargs) <= _TOKENS_AND_PADDING
-        and _counts_from_left_padding(input_ids, model_kwargs.get("attention_mask"), model_kwargs.get("position_ids"))
+        and _counts_from_left_padding(input_ids, mask, model_kwargs.get("position_ids"))
     )
 
 
 def _counts_from_left_padding(input_ids: torch.Tensor, mask: Any, positions: torch.Tensor | None) -> bool:
     """Whether rows differ in nothing but their tokens: padded on the left only, their positions 0, 1, 2, ..."""
     if mask is None:
-        mask = torch.ones_like(input_ids)
+        mask = torch.ones(input_ids.shape, dtype=torch.bool)
     elif not isinstance(mask, torch.Tensor) or mask.shape != input_ids.shape:
         return False
     real = mask.bool()
@@ -167,6 +169,8 @@ def _counts_from_left_padding(input_ids: torch.Tensor, mask: Any, positions: tor
 
 def _unique_rows(input_ids: torch.Tensor, mask: torch.Tensor | None) -> tuple[list[int], list[int]]:
     """(first row of each kind, which of those each row is)."""
+    if input_ids.shape[0] == 1:
+        return [0], [0]
     first: dict[tuple, int] = {}
     marks = None if mask is None else mask.tolist()
     copies = []

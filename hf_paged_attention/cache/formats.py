@@ -118,4 +118,4 @@ def turn_factor(channel_amax: torch.Tensor) -> torch.Tensor:
     amax = channel_amax.float()
     amax = torch.maximum(amax, amax.mean(-1, keepdim=True) * QUIETEST)
     factor = torch.exp2((torch.log2(amax) * EVENNESS).round())
-    return torch.where(amax > 0, factor, torch.ones_like(factor))
+    return torch.where(amax > 0, factor, 1.0)
