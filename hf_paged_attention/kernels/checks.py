@@ -53,8 +53,18 @@ class AttentionShape:
 
     @property
     def fewest_keys(self) -> int:
-        """Keys of the smallest tile: int4 keys come in groups of tokens."""
-        return GROUP if self.pool_dtype == PACKED_DTYPE else 16
+        """Keys of the smallest tile.
+
+        int4 keys come in groups of tokens. And where a product sums over fewer than 32 elements that came two a byte,
+        Triton 3.6 pairs the wrong ones.
+        """
+        return GROUP if self.packed else 16
+
+    @property
+    def channels(self) -> tuple[int, int]:
+        """Columns of a tile of keys and of one of values; of int4 keys in float32 32 at least, for that reason."""
+        least = 32 if self.pool_dtype == PACKED_DTYPE and self.query_dtype == torch.float32 else 1
+        return max(least, next_power_of_2(self.head_dim)), next_power_of_2(self.value_dim)
 
 
 def strides_or_zeros(tensor: torch.Tensor | None, dims: int) -> tuple[int, ...]:

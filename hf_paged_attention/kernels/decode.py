@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from .checks import check_attention, strides_or_zeros
-from .convert import ASSEMBLY, FLOAT, dot_dtypes, pool_bytes, pool_factor, pool_format
+from .convert import ASSEMBLY, FLOAT, dot_dtypes, fitted, pool_bytes, pool_factor, pool_format
 from .counters import take_counters
 from .dependent import dependent_launch, follow
 from .integers import next_power_of_2
@@ -168,6 +168,7 @@ def _decode_kernel(
     TEAM: tl.constexpr,
     KEY_DTYPE: tl.constexpr,
     VALUE_DTYPE: tl.constexpr,
+    TAIL_DTYPE: tl.constexpr,
     DEPENDENT: tl.constexpr,
 ):
     follow(DEPENDENT)
@@ -212,11 +213,12 @@ def _decode_kernel(
     q = tl.load(q_at[:, None] + d[None, :], mask=row_held[:, None] & (d[None, :] < D), other=0.0)
     if NEGATED:
         q = -q
+    pool_scale = scale
     if BYTES:
         q, q_factor = query_columns(q, KEY_FORMAT, PIECES, SLOTS, BLOCK_M, BLOCK_D)
     else:
         q_factor = None
-        q = q.to(KEY_DTYPE)
+        q, pool_scale = fitted(q, scale, KEY_DTYPE)
         if TRANSPOSED:
             q = tl.trans(q)
 
@@ -275,7 +277,7 @@ def _decode_kernel(
                 k_scale_ptr,
                 v_scale_ptr,
                 table_ptr,
-                scale,
+                pool_scale,
                 softcap,
                 stride_k_block,
                 stride_k_slot,
@@ -296,6 +298,7 @@ def _decode_kernel(
                 D,
                 DV,
                 KEY_FORMAT,
+                VALUE_FORMAT,
                 PAGE,
                 BLOCK_N,
                 BLOCK_D,
@@ -324,7 +327,7 @@ def _decode_kernel(
                 k_scale_ptr,
                 v_scale_ptr,
                 table_ptr,
-                scale,
+                pool_scale,
                 softcap,
                 stride_k_block,
                 stride_k_slot,
@@ -359,52 +362,110 @@ def _decode_kernel(
         # The newest tokens, as they arrived. What the pool's values leave out, these hold.
         acc = acc * out_factor
         tail_table_ptr += request.to(tl.int64) * stride_tail_table
-        acc, row_max, row_sum = attend_tiles(
-            acc,
-            row_max,
-            row_sum,
-            q,
-            row_pos,
-            tl.maximum(low, pool_end // BLOCK_N),
-            high,
-            tl.maximum(first_key, pool_end),
-            seq_len,
-            k_tail_ptr + kv_head.to(tl.int64) * stride_kt_head,
-            v_tail_ptr + kv_head.to(tl.int64) * stride_vt_head,
-            None,
-            None,
-            tail_table_ptr,
-            scale,
-            softcap,
-            stride_kt_block,
-            stride_kt_slot,
-            stride_kt_d,
-            stride_vt_block,
-            stride_vt_slot,
-            stride_vt_d,
-            0,
-            0,
-            0,
-            0,
-            None,
-            None,
-            0,
-            0,
-            0,
-            0,
-            D,
-            DV,
-            0,
-            FLOAT,
-            FLOAT,
-            PAGE,
-            BLOCK_N,
-            BLOCK_D,
-            BLOCK_DV,
-            True,
-            VALUE_DTYPE,
-            False,
-        )
+        q = tl.load(q_at[:, None] + d[None, :], mask=row_held[:, None] & (d[None, :] < D), other=0.0).to(TAIL_DTYPE)
+        if NEGATED:
+            q = -q
+        tail_low = tl.maximum(low, pool_end // BLOCK_N)
+        tail_first_key = tl.maximum(first_key, pool_end)
+        k_tail_ptr += kv_head.to(tl.int64) * stride_kt_head
+        v_tail_ptr += kv_head.to(tl.int64) * stride_vt_head
+        if TRANSPOSED:
+            acc, row_max, row_sum = attend_tiles_transposed(
+                acc,
+                row_max,
+                row_sum,
+                tl.trans(q),
+                None,
+                tail_low,
+                high,
+                tail_first_key,
+                seq_len,
+                k_tail_ptr,
+                v_tail_ptr,
+                None,
+                None,
+                tail_table_ptr,
+                scale,
+                softcap,
+                stride_kt_block,
+                stride_kt_slot,
+                stride_kt_d,
+                stride_vt_block,
+                stride_vt_slot,
+                stride_vt_d,
+                0,
+                0,
+                0,
+                0,
+                None,
+                None,
+                0,
+                0,
+                0,
+                0,
+                D,
+                DV,
+                FLOAT,
+                FLOAT,
+                PAGE,
+                BLOCK_N,
+                BLOCK_D,
+                BLOCK_DV,
+                True,
+                TAIL_DTYPE,
+                False,
+                PIECES,
+                SLOTS,
+                BLOCK_M,
+                False,
+            )
+        else:
+            acc, row_max, row_sum = attend_tiles(
+                acc,
+                row_max,
+                row_sum,
+                q,
+                row_pos,
+                tail_low,
+                high,
+                tail_first_key,
+                seq_len,
+                k_tail_ptr,
+                v_tail_ptr,
+                None,
+                None,
+                tail_table_ptr,
+                scale,
+                softcap,
+                stride_kt_block,
+                stride_kt_slot,
+                stride_kt_d,
+                stride_vt_block,
+                stride_vt_slot,
+                stride_vt_d,
+                0,
+                0,
+                0,
+                0,
+                None,
+                None,
+                0,
+                0,
+                0,
+                0,
+                D,
+                DV,
+                0,
+                FLOAT,
+                FLOAT,
+                PAGE,
+                BLOCK_N,
+                BLOCK_D,
+                BLOCK_DV,
+                True,
+                TAIL_DTYPE,
+                False,
+            )
     if TRANSPOSED:
         row_sum = tl.sum(row_sum, 0)
         acc = tl.trans(acc)
@@ -533,7 +594,7 @@ def decode_attention(
     else:
         plan = plan.for_call(shape, **allowed)
     k_matrix = v_matrix = None
-    block_d, block_dv = next_power_of_2(shape.head_dim), next_power_of_2(shape.value_dim)
+    block_d, block_dv = shape.channels
     as_bytes = plan.products == "bytes"
     k_elements, v_elements = (
         (k_pool, v_pool) if as_bytes and ASSEMBLY.value else (pool_bytes(k_pool), pool_bytes(v_pool))
@@ -542,7 +603,8 @@ def decode_attention(
         k_matrix = pool_matrix(k_elements, keys=plan.block_n, channels=block_d)
         v_matrix = pool_matrix(v_elements, keys=plan.block_n, channels=block_dv)
     key_factor, out_factor = (1.0, 1.0) if as_bytes else (pool_factor(k_pool.dtype), pool_factor(v_pool.dtype))
-    key_dtype, value_dtype = dot_dtypes(query.dtype, v_pool.dtype)
+    key_dtype, value_dtype = dot_dtypes(query.dtype, k_pool.dtype, v_pool.dtype)
+    tail_dtype, _ = dot_dtypes(query.dtype, query.dtype, query.dtype)
     programs = plan.programs + shape.requests
     partial_out = query.new_empty(programs, shape.query_heads, shape.value_dim, dtype=torch.float32)
     partial_lse = query.new_empty(programs, shape.query_heads, dtype=torch.float32)
@@ -615,8 +677,10 @@ def decode_attention(
         TEAM=plan.team,
         KEY_DTYPE=key_dtype,
         VALUE_DTYPE=value_dtype,
+        TAIL_DTYPE=tail_dtype,
         num_warps=plan.num_warps,
         num_stages=plan.num_stages,
+        **({} if plan.registers is None else {"maxnreg": plan.registers}),
         **dependent_launch(query.device),
     )
     return out

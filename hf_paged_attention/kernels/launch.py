@@ -11,7 +11,7 @@ from functools import lru_cache
 import torch
 import triton
 
-from .checks import AttentionShape
+from .checks import PACKED_DTYPE, AttentionShape
 from .integers import cdiv, next_power_of_2
 
 
@@ -95,7 +95,8 @@ class DecodePlan:
     A request's splits are merged in teams of `team`, and then the teams, merge_splits partial outputs at a time.
     products: which operand of the two products is the left one, "rows" (the query's), "keys" (keys and values), or
     "bytes" (keys and values as the 8 bits they are stored in, the query and the probabilities in that many 8-bit
-    `pieces`). descriptors: tiles through the copy engine.
+    `pieces`). descriptors: tiles through the copy engine. registers: at most so many a thread; None, as many as the
+    compiler likes.
     """
 
     block_n: int
@@ -108,6 +109,7 @@ class DecodePlan:
     products: str = "rows"
     pieces: int = 2
     descriptors: bool = False
+    registers: int | None = None
 
     @property
     def slots(self) -> int:
@@ -129,8 +131,9 @@ class DecodePlan:
         large = min(shape.head_dim, shape.value_dim) >= 32 and self.block_n >= 32
         if products == "bytes" and not (shape.quantized and eight_bit and values_by_slot and large):
             products = "rows"
-        if shape.mixed:
-            products = "rows"
+        if shape.mixed and products != "rows":
+            # As the left operand, 8-bit values beside keys of another type came out wrong on Triton 3.6.
+            products = "keys" if shape.value_pool_dtype == PACKED_DTYPE else "rows"
         if products == "bytes" and self.block_n < FEWEST_BYTES:
             products = "rows"
         if products != "rows" and (not whole_pages or replace(self, products=products).query_rows(shape.group) > 32):
@@ -181,13 +184,14 @@ class DecodeChoice:
     products: str
     pieces: int
     descriptors: bool
+    registers: int | None = None
 
     def plan(self, group: int, kv_heads: int, value_dim: int, sms: int) -> DecodePlan:
         programs = max(1, math.ceil(self.programs_per_sm * sms / kv_heads))
         at_once = merge_splits(group, value_dim, self.num_warps)
         return DecodePlan(
             self.block_n, self.num_warps, self.num_stages, programs, self.min_tiles,
-            at_once, TEAM, self.products, self.pieces, self.descriptors,
+            at_once, TEAM, self.products, self.pieces, self.descriptors, self.registers,
         )  # fmt: skip
 
 
@@ -275,13 +279,17 @@ UNIFIED: dict[str, dict[tuple, UnifiedPlan]] = {
     },
 }
 # end table
-# For int4, and for keys and values in two formats, whose tiles are decoded in registers: warps and stages with which
-# ptxas spills nothing for Hopper, or least (heads over 128). Not measured.
+# For int4, and for keys and values in two formats, whose tiles are decoded in registers; by largest head size. The
+# first is for int4 values on Hopper, measured on an H200; the second for all else, by what the compiler spills.
+INT4_DECODE = {
+    128: DecodeChoice(64, 4, 3, 3, 2, "keys", 2, False, 168),
+    512: DecodeChoice(64, 4, 2, 2, 2, "keys", 2, False),
+}
 MIXED_DECODE = {
     128: DecodeChoice(64, 4, 2, 3, 2, "rows", 2, False),
     512: DecodeChoice(32, 4, 2, 2, 4, "rows", 2, False),
 }
-MIXED_UNIFIED = {128: UnifiedPlan(128, 64, 8, 2), 512: UnifiedPlan(128, 32, 8, 2)}
+MIXED_UNIFIED = {128: UnifiedPlan(128, 64, 4, 2), 512: UnifiedPlan(128, 64, 8, 2)}
 
 # Hopper's own kernel, by head size: as many stages as shared memory holds beside the query.
 SPECIALISED: dict[int, SpecialisedPlan] = {
@@ -373,11 +381,14 @@ def prefill_regime(shape: AttentionShape, gpu: Gpu) -> str:
 def _row(table: dict, gpu: Gpu, shape: AttentionShape, *regimes: str):
     """The table's row for a shape, None where it has none: another GPU, float32, a larger head."""
     dim = max(shape.head_dim, shape.value_dim)
-    if shape.mixed:
-        mixed = MIXED_DECODE if table is DECODE else MIXED_UNIFIED
-        return mixed[min(limit for limit in mixed if limit >= dim)]
-    if shape.query_dtype.itemsize != 2 or shape.pool_dtype.itemsize > 2:
+    if shape.query_dtype.itemsize != 2 or max(shape.pool_dtype.itemsize, shape.value_pool_dtype.itemsize) > 2:
         return None
+    if shape.mixed:
+        if table is UNIFIED:
+            mixed = MIXED_UNIFIED
+        else:
+            mixed = INT4_DECODE if gpu.kind == "hopper" and shape.value_pool_dtype == PACKED_DTYPE else MIXED_DECODE
+        return mixed[min(limit for limit in mixed if limit >= dim)]
     rows = table.get(gpu.kind, {})
     fitting = {key[1:]: row for key, row in rows.items() if key[0] == storage_of(shape) and key[1] >= dim}
     if not fitting:
@@ -392,8 +403,7 @@ def tile_bytes(block_m: int, block_n: int, stages: int, shape: AttentionShape, *
 
     float32 operands lie there twice more, as the two 11-bit floats that the tensor cores take them for.
     """
-    d = next_power_of_2(shape.head_dim)
-    dv = next_power_of_2(shape.value_dim)
+    d, dv = shape.channels
     halves = 8 if shape.query_dtype.itemsize == 4 else 0
     size = block_m * d * (halves or shape.query_dtype.itemsize)
     for channels, dtype in ((d, shape.pool_dtype), (dv, shape.value_pool_dtype)):

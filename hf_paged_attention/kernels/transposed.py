@@ -18,6 +18,7 @@ from .convert import (
     E4M3,
     E4M3_MAX,
     FLOAT,
+    INT4,
     INT8,
     INT8_MAX,
     INT8_RADIX,
@@ -25,6 +26,7 @@ from .convert import (
     piece_weight,
     split_bytes,
 )
+from .int4 import load_int4_keys, load_int4_values
 from .pages import tile_offsets, tile_pages
 from .softmax import LOG2_E, capped
 
@@ -106,7 +108,8 @@ def attend_tiles_transposed(
     v_block_rows,
     D: tl.constexpr,
     DV: tl.constexpr,
-    FORMAT: tl.constexpr,
+    KEY_FORMAT: tl.constexpr,
+    VALUE_FORMAT: tl.constexpr,
     PAGE: tl.constexpr,
     BLOCK_N: tl.constexpr,
     BLOCK_D: tl.constexpr,
@@ -123,9 +126,12 @@ def attend_tiles_transposed(
 
     q [BLOCK_D, columns], already in the type of the product. row_sum stays apart a key of the tile: the sum over keys
     crosses warps, and once at the end is enough. A pool's block_size must be PAGE: no load is masked by its keys.
-    With BYTES row_max is that of s + log2(value scale), what the product with the values needs; a sum is then at most
-    2^100 a key, for a scale of 1e-30.
+    With BYTES, which is for keys and values in one format, row_max is that of s + log2(value scale), what the product
+    with the values needs; a sum is then at most 2^100 a key, for a scale of 1e-30.
     """
+    # One scale a token, which multiplies its row of scores or probabilities.
+    KEY_SCALED: tl.constexpr = KEY_FORMAT != FLOAT and KEY_FORMAT != INT4
+    VALUE_SCALED: tl.constexpr = VALUE_FORMAT != FLOAT and VALUE_FORMAT != INT4
     d = tl.arange(0, BLOCK_D)
     dv = tl.arange(0, BLOCK_DV)
     next_pages = tile_pages(table_ptr, first_tile, last_tile, first_held, end, PAGE, BLOCK_N, MASKED)
@@ -136,7 +142,27 @@ def attend_tiles_transposed(
         held = (keys >= first_held) & (keys < end)
         pages = next_pages.to(tl.int64)
         next_pages = tile_pages(table_ptr, tile + 1, last_tile, first_held, end, PAGE, BLOCK_N, MASKED)
-        if k_desc is not None:
+        if KEY_FORMAT == INT4:
+            k = load_int4_keys(
+                k_ptr,
+                k_scale_ptr,
+                table_ptr,
+                pages,
+                first_key,
+                first_held,
+                end,
+                stride_k_block,
+                stride_k_slot,
+                stride_ks_block,
+                stride_ks_slot,
+                D,
+                PAGE,
+                BLOCK_N,
+                BLOCK_D,
+                MASKED,
+                q.dtype,
+            )
+        elif k_desc is not None:
             k = k_desc.load([k_row + pages.to(tl.int32) * k_block_rows + first_key % PAGE, 0])
         else:
             k_offsets = tile_offsets(pages, first_key, stride_k_block, stride_k_slot, PAGE, BLOCK_N)
@@ -147,16 +173,17 @@ def attend_tiles_transposed(
                 else tl.load(k_at, eviction_policy="evict_first")
             )
         if BYTES:
-            if FORMAT == E4M3:
+            if KEY_FORMAT == E4M3:
                 k = k.to(tl.float8e4nv, bitcast=True)
-            s = tl.dot(k, q, out_dtype=tl.float32 if FORMAT == E4M3 else tl.int32)
-            s = gather_pieces(s, FORMAT, PIECES, SLOTS, G, BLOCK_N) * (q_factor * scale)[None, :]
+            s = tl.dot(k, q, out_dtype=tl.float32 if KEY_FORMAT == E4M3 else tl.int32)
+            s = gather_pieces(s, KEY_FORMAT, PIECES, SLOTS, G, BLOCK_N) * (q_factor * scale)[None, :]
         else:
-            s = tl.dot(decode_tile(k, FORMAT, q.dtype), q, input_precision="tf32x3") * scale
-        if FORMAT != FLOAT:
+            s = tl.dot(decode_tile(k, KEY_FORMAT, q.dtype), q, input_precision="tf32x3") * scale
+        if KEY_SCALED:
             s *= tl.load(k_scale_ptr + tile_offsets(pages, first_key, stride_ks_block, stride_ks_slot, PAGE, BLOCK_N))[
                 :, None
             ]
+        if VALUE_SCALED:
             value_scale = tl.load(
                 v_scale_ptr + tile_offsets(pages, first_key, stride_vs_block, stride_vs_slot, PAGE, BLOCK_N)
             )
@@ -164,7 +191,7 @@ def attend_tiles_transposed(
             s = capped(s, softcap) * LOG2_E
         if MASKED:
             s = tl.where(held[:, None], s, float("-inf"))
-            if FORMAT != FLOAT:
+            if VALUE_SCALED:
                 # Of slots never written.
                 value_scale = tl.where(held, value_scale, 1.0)
         t = s
@@ -177,7 +204,26 @@ def attend_tiles_transposed(
         p = tl.exp2(s - safe_max[None, :])
         alpha = tl.exp2(row_max - safe_max)
         row_sum = row_sum * alpha[None, :] + p
-        if v_desc is not None:
+        if VALUE_FORMAT == INT4:
+            v = tl.trans(
+                load_int4_values(
+                    v_ptr,
+                    v_scale_ptr,
+                    pages,
+                    first_key,
+                    held if MASKED else keys >= 0,
+                    stride_v_block,
+                    stride_v_slot,
+                    stride_vs_block,
+                    stride_vs_slot,
+                    DV,
+                    PAGE,
+                    BLOCK_N,
+                    BLOCK_DV,
+                    VALUE_DTYPE,
+                )
+            )
+        elif v_desc is not None:
             if VALUES_BY_SLOT:
                 v = v_desc.load([v_row + pages.to(tl.int32) * v_block_rows, first_key % PAGE])
             else:
@@ -193,31 +239,31 @@ def attend_tiles_transposed(
                 if BLOCK_DV != DV
                 else tl.load(v_at, eviction_policy="evict_first")
             )
-        if MASKED and FORMAT != INT8:
+        if MASKED and VALUE_FORMAT != INT8 and VALUE_FORMAT != INT4:
             # Slots never written may hold NaN, and 0 * NaN is NaN.
-            if FORMAT == E4M3:
+            if VALUE_FORMAT == E4M3:
                 v = tl.where(held[None, :], v.to(tl.uint8, bitcast=True), 0)
             else:
                 v = tl.where(held[None, :], v, 0.0)
         acc = acc * alpha[None, :]
         if BYTES:
-            largest: tl.constexpr = INT8_MAX if FORMAT == INT8 else E4M3_MAX
+            largest: tl.constexpr = INT8_MAX if VALUE_FORMAT == INT8 else E4M3_MAX
             safe_tile_max = tl.where(tile_max == float("-inf"), 0.0, tile_max)
             x = tl.exp2(t - safe_tile_max[None, :]) * largest
             x = tl.broadcast_to(x[:, None, :, None], [BLOCK_N, SLOTS // 2, G, 2])
             x = tl.reshape(x, [BLOCK_N, SLOTS * G])
             # Chosen after the reshape: a product whose operand is a reshape does not compile on Triton 3.6.
-            x = split_bytes(x, column_pieces(SLOTS, G)[None, :], FORMAT, PIECES)
-            if FORMAT == E4M3:
+            x = split_bytes(x, column_pieces(SLOTS, G)[None, :], VALUE_FORMAT, PIECES)
+            if VALUE_FORMAT == E4M3:
                 v = v.to(tl.float8e4nv, bitcast=True)
-            o = tl.dot(v, x, out_dtype=tl.float32 if FORMAT == E4M3 else tl.int32)
-            o = gather_pieces(o, FORMAT, PIECES, SLOTS, G, BLOCK_DV)
+            o = tl.dot(v, x, out_dtype=tl.float32 if VALUE_FORMAT == E4M3 else tl.int32)
+            o = gather_pieces(o, VALUE_FORMAT, PIECES, SLOTS, G, BLOCK_DV)
             acc += o * (tl.exp2(safe_tile_max - safe_max) / largest)[None, :]
         else:
-            if FORMAT != FLOAT:
+            if VALUE_SCALED:
                 p *= value_scale[:, None]
-            if FORMAT == E4M3:
+            if VALUE_FORMAT == E4M3:
                 v = v.to(tl.uint8, bitcast=True)
-            acc = tl.dot(decode_tile(v, FORMAT, VALUE_DTYPE), p.to(VALUE_DTYPE), acc, input_precision="tf32x3")
+            acc = tl.dot(decode_tile(v, VALUE_FORMAT, VALUE_DTYPE), p.to(VALUE_DTYPE), acc, input_precision="tf32x3")
         row_max = new_max
     return acc, row_max, row_sum

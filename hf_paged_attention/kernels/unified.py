@@ -14,9 +14,8 @@ import triton
 import triton.language as tl
 
 from .checks import AttentionShape, check_attention, strides_or_zeros
-from .convert import FLOAT, dot_dtypes, pool_bytes, pool_factor, pool_format
+from .convert import FLOAT, dot_dtypes, fitted, pool_bytes, pool_factor, pool_format
 from .dependent import dependent_launch, follow
-from .integers import next_power_of_2
 from .known_calls import Launch, known_call
 from .launch import UnifiedPlan, plan_unified, query_tiles
 from .pool_descriptors import pool_matrix
@@ -113,6 +112,7 @@ def _unified_kernel(
     BLOCK_DV: tl.constexpr,
     KEY_DTYPE: tl.constexpr,
     VALUE_DTYPE: tl.constexpr,
+    TAIL_DTYPE: tl.constexpr,
     VALUES_BY_SLOT: tl.constexpr,
     NEGATED: tl.constexpr,
     TAIL: tl.constexpr,
@@ -148,10 +148,11 @@ def _unified_kernel(
     dv = tl.arange(0, BLOCK_DV)
     row_token = (query_start + tokens).to(tl.int64)
     q_at = query_ptr + (row_token * stride_q_token + heads * stride_q_head)[:, None] + d[None, :]
-    q = tl.load(q_at, mask=row_held[:, None] & (d[None, :] < D), other=0.0)
-    q = q.to(KEY_DTYPE)
+    q_held = row_held[:, None] & (d[None, :] < D)
+    q = tl.load(q_at, mask=q_held, other=0.0)
     if NEGATED:
         q = -q
+    q, pool_scale = fitted(q, scale, KEY_DTYPE)
 
     if sinks_ptr is not None:
         row_max = tl.load(sinks_ptr + heads, mask=row_held, other=0.0).to(tl.float32) * LOG2_E
@@ -213,7 +214,7 @@ def _unified_kernel(
             k_scale_ptr,
             v_scale_ptr,
             table_ptr,
-            scale,
+            pool_scale,
             softcap,
             stride_k_block,
             stride_k_slot,
@@ -250,6 +251,9 @@ def _unified_kernel(
         # The newest tokens, as they arrived. What the pool's values leave out, these hold.
         acc = acc * out_factor
         tail_table_ptr += request.to(tl.int64) * stride_tail_table
+        q = tl.load(q_at, mask=q_held, other=0.0).to(TAIL_DTYPE)
+        if NEGATED:
+            q = -q
         acc, row_max, row_sum = attend_tiles(
             acc,
             row_max,
@@ -293,7 +297,7 @@ def _unified_kernel(
             BLOCK_D,
             BLOCK_DV,
             True,
-            VALUE_DTYPE,
+            TAIL_DTYPE,
             False,
         )
 
@@ -403,14 +407,15 @@ def unified_attention(
         if taken:
             return out
     k_bytes, v_bytes = pool_bytes(k_pool), pool_bytes(v_pool)
-    block_d, block_dv = next_power_of_2(shape.head_dim), next_power_of_2(shape.value_dim)
+    block_d, block_dv = shape.channels
     k_matrix = v_matrix = None
     if plan.descriptors and shape.page == k_pool.shape[1]:
         k_matrix = pool_matrix(k_bytes, keys=plan.block_n, channels=block_d) if k_pool.dtype != torch.uint8 else None
         v_matrix = pool_matrix(v_bytes, keys=plan.block_n, channels=block_dv) if v_pool.dtype != torch.uint8 else None
 
     def rest() -> Launch:
-        key_dtype, value_dtype = dot_dtypes(query.dtype, v_pool.dtype)
+        key_dtype, value_dtype = dot_dtypes(query.dtype, k_pool.dtype, v_pool.dtype)
+        tail_dtype, _ = dot_dtypes(query.dtype, query.dtype, query.dtype)
         numbers = (
             shape.requests,
             abs(scale) * pool_factor(k_pool.dtype) * (1.0 if softcap else LOG2_E.value),
@@ -448,6 +453,7 @@ def unified_attention(
             BLOCK_DV=block_dv,
             KEY_DTYPE=key_dtype,
             VALUE_DTYPE=value_dtype,
+            TAIL_DTYPE=tail_dtype,
             VALUES_BY_SLOT=v_pool.stride(1) == 1,
             NEGATED=scale < 0,
             TAIL=sealed_lens is not None,

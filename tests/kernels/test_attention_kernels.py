@@ -60,7 +60,7 @@ def test_any_group(kernel, kv_heads, group):
         make_batch([40, 23], [7, 20], kv_heads=kv_heads, group=group).check(kernel)
 
 
-@pytest.mark.parametrize("head_dim", [16, 64, 80, 96, 128, 192, 256, 512])
+@pytest.mark.parametrize("head_dim", [16, 32, 64, 80, 96, 128, 192, 256, 512])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16], ids=str)
 def test_any_head_dim(kernel, head_dim, dtype):
     make_batch([37, 20], group=2, head_dim=head_dim, dtype=dtype).check(kernel)
