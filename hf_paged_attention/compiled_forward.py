@@ -117,7 +117,6 @@ class AutomaticCompilation:
             return self._criteria(model_kwargs, generation_config)
         if not cache.may_compile:
             return False
-        cache.longest = generation_config.max_length
         with cache.compileable():
             valid = self._criteria(model_kwargs, generation_config)
         if not valid and not generation_config.disable_compile:
@@ -160,7 +159,7 @@ class AutomaticCompilation:
         if step is None or step.captures != captures or not step.takes(tensors):
             step = arena.parts["forward step"] = _ForwardStep(captures, tensors)
         if not step.is_ready_for(cache):
-            held, longest = max(cache.sequences.lengths), cache.longest or 0
+            held, longest = max(cache.sequences.lengths), cache.sequences.longest or 0
             if held >= longest:  # generate counts no tokens that came as embeddings
                 longest = held + RESERVATION
             step.prepare(cache, longest, (model_state(model), repr(compile_config), repr(rest)))

@@ -105,9 +105,7 @@ class PagedCache(Cache):
         # What captured decode steps keep with this cache (`hf_paged_attention.arena`), and whose cache it is.
         self.arena: Any = None
         self.is_built_by_generate = False
-        # Of the present call of `generate`: the columns that it may reach, and whether its steps can be compiled.
-        self.longest: int | None = None
-        self.may_compile = False
+        self.may_compile = False  # whether the steps of the present call of `generate` can be
         self._compiles = False
         self._watch = watch_of(plan, self.text_config)
         super().__init__(layers=layers)
@@ -220,10 +218,11 @@ class PagedCache(Cache):
         for layer in self._paged:
             table = layer.table
             blocks = table.capacity_for(self.sequences.lengths, tokens, self.sequences.keeps_past)
-            layer.storage.keeps_memory = True
-            layer.storage.ensure(max(blocks, layer.storage.num_blocks), table.pool.max_blocks)
+            wanted = max(blocks, layer.storage.num_blocks)
+            layer.storage.ensure(wanted, table.pool.max_blocks, layer.blocks_to_come)
             if self.sequences.tail is not None:
                 layer.storage.ensure_tail(self.sequences.tail.capacity_one_by_one())
+            layer.storage.keeps_memory = True
             layer.storage.serve_any_size()
 
     def reset(self, keep_prefixes: bool = False) -> None:

@@ -168,7 +168,7 @@ class PagedLayer(CacheLayerMixin):
         """
         self._arrived = None
         self.sequences.awaited = None
-        self.storage.ensure(self.table.pool.capacity, self.table.pool.max_blocks)
+        self.storage.ensure(self.table.pool.capacity, self.table.pool.max_blocks, self.blocks_to_come)
         copies = step.copies[self.window]
         if copies:
             self.storage.copy_blocks([copy.source for copy in copies], [copy.destination for copy in copies])
@@ -183,6 +183,15 @@ class PagedLayer(CacheLayerMixin):
             query, kv = write_beside(backend, query, key, value, kv, batch.slot_mapping)
         self.sequences.leave(self.index)
         return query, kv
+
+    def blocks_to_come(self) -> int | None:
+        """Blocks that the table will have when rows are as long as the present call of `generate` can make them."""
+        sequences = self.sequences
+        # With an index blocks stay when their rows are gone.
+        if sequences.longest is None or sequences.prefixes is not None:
+            return None
+        more = sequences.longest - sequences.columns_given
+        return self.table.capacity_for(sequences.lengths, more, sequences.keeps_past) if more >= 0 else None
 
     def _store_in_tail(self, key, value, step: ForwardPass, batch: BatchMetadata, backend) -> None:
         self.storage.ensure_tail(self.sequences.tail.pool.capacity)

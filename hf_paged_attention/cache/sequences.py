@@ -72,6 +72,7 @@ class Sequences:
 
     def _forget(self) -> None:
         self.batch_size: int | None = None
+        self.longest: int | None = None  # columns that the present call of `generate` may reach, where that is known
         self.lengths: list[int] = []  # real tokens a row, the current pass included
         self.current: ForwardPass | None = None
         self._together: ForwardPass | None = None  # the last step of all layers at once
@@ -89,6 +90,11 @@ class Sequences:
     def columns(self) -> int:
         """Columns (tokens a row, padding included) that every layer holds: Transformers' sequence length."""
         return min(self.progress, default=0)
+
+    @property
+    def columns_given(self) -> int:
+        """Columns with those of the pass that is under way."""
+        return self._columns
 
     def is_empty(self) -> bool:
         """Whether no row holds a token, once what an exception left is dropped."""

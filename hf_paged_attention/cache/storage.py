@@ -8,7 +8,7 @@ num_blocks, D, block_size]`: a decode kernel can then multiply the bytes as they
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -171,18 +171,26 @@ class Storage:
             self._pools = self._allocated(self._pages, 0)
         return *self._pools, self.turn_factor, self._k_tail, self._v_tail
 
-    def ensure(self, num_blocks: int, limit: int | None) -> None:
+    def ensure(self, num_blocks: int, limit: int | None, expected: Callable[[], int | None] = lambda: None) -> None:
         """Room for `num_blocks` blocks; what is stored in them stays. `limit`: blocks that will never be exceeded.
 
+        expected: how many blocks there will be, where that is known. A pool that begins with nearly as many has room
+        for them at once, and one that grows has none beyond them, unless it `keeps_memory`, for longer calls to come.
         Room for more than twice as many is given back, unless `keeps_memory`: a sliding layer holds a long prompt only
         until it is read.
         """
         if num_blocks <= self.num_blocks and (self.keeps_memory or self.num_blocks <= max(2 * num_blocks, FEW_BLOCKS)):
             return
-        growing = num_blocks > self.num_blocks > 0
-        target = max(num_blocks, int(self.num_blocks * (1 + GROWTH)) + 1) if growing else num_blocks
+        target, last = num_blocks, expected()
+        if num_blocks > self.num_blocks > 0:
+            target = int(self.num_blocks * (1 + GROWTH)) + 1
+            if last is not None and not self.keeps_memory:
+                target = min(target, last)
+        elif self.num_blocks == 0 and last is not None and last <= num_blocks * (1 + GROWTH):
+            target = last
         if limit is not None:
-            target = max(num_blocks, min(target, limit))
+            target = min(target, limit)
+        target = max(num_blocks, target)
 
         self._kv = None
         if self.num_blocks:

@@ -40,9 +40,9 @@ def fresh_memory_is_poisoned():
     """Memory that a pool has just grown by is NaN, not what the allocator happened to find."""
     ensure = Storage.ensure
 
-    def poisoned(self, num_blocks, limit):
+    def poisoned(self, num_blocks, *bounds):
         before = self.num_blocks
-        ensure(self, num_blocks, limit)
+        ensure(self, num_blocks, *bounds)
         kv = self.kv()
         for memory in (kv.k_pool, kv.v_pool, kv.k_scale, kv.v_scale):
             if memory is not None and memory.dtype.is_floating_point and memory.dtype.itemsize > 1:

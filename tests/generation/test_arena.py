@@ -152,9 +152,13 @@ def test_a_returned_cache_that_goes_on_replays_its_own_graph(graphs):
     mask = torch.cat([prompts(*LONG)["attention_mask"], torch.ones(2, 15, dtype=torch.long)], 1)
     want = plain.generate(text, attention_mask=mask, **NEW)
     assert torch.equal(model.generate(text, attention_mask=mask, **NEW, past_key_values=cache), want)
-    assert graphs.captures == 2
+    assert graphs.captures == 3  # its first call reserved for its own tokens only
     assert torch.equal(model.generate(**other), plain.generate(**other))
-    assert graphs.captures == 2
+    text = torch.cat([want, prompts(3, 3)["input_ids"]], 1)
+    mask = torch.cat([mask, torch.ones(2, text.shape[1] - mask.shape[1], dtype=torch.long)], 1)
+    want = plain.generate(text, attention_mask=mask, **NEW)
+    assert torch.equal(model.generate(text, attention_mask=mask, **NEW, past_key_values=cache), want)
+    assert graphs.captures == 3
 
 
 def test_the_users_own_cache_replays_in_every_turn_and_takes_its_memory_along(graphs):

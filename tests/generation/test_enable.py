@@ -93,3 +93,12 @@ def test_generate_keeps_its_signature_and_text():
     names = [name for name in inspect.signature(model.generate).parameters if name != "self"]
     assert names == list(before[0].parameters)
     assert model.generate.__doc__ == before[1]
+
+
+@pytest.mark.parametrize("decode", ["plain", "compile", "graph"])
+@pytest.mark.parametrize(("prompt", "new"), [(150, 10), (20, 140)], ids=["few tokens more", "many tokens more"])
+def test_pools_have_no_more_blocks_than_the_call_can_need(decode, prompt, new):
+    model = hf_paged_attention.enable(build("Llama"), decode=decode, compile=False, block_size=16)
+    out = model.generate(**prompts(prompt, prompt - 3), max_new_tokens=new, return_dict_in_generate=True)
+    for layer in returned_cache(out).layers:
+        assert layer.storage.num_blocks == 2 * -(-(prompt + new) // 16)
