@@ -26,9 +26,9 @@ RESERVATION = 512
 def capture(work: Callable[[], None]) -> Any:
     """A graph of what `work` launches, nothing of which is executed. `replay()` executes it."""
     graph = torch.cuda.CUDAGraph()
-    # Garbage may hold an earlier graph, and destroying one would end the capture of another; so would another thread's
-    # calls if the capture were not this thread's alone.
-    gc.collect()
+    # Garbage may hold an earlier graph, and destroying one would end the capture of another, so none is collected
+    # meanwhile. (Collecting it before takes longer than the capture.) Another thread's calls would end it too, if the
+    # capture were not this thread's alone.
     collects = gc.isenabled()
     gc.disable()
     try:
