@@ -32,6 +32,7 @@ def take_counters(count: int, device: torch.device) -> torch.Tensor:
 
 
 def _take_for_graph(count: int, device: torch.device) -> torch.Tensor:
+    count = -(-count // 4) * 4  # 16 bytes, so that every launch's pointer is aligned as the first one's
     zeros, used = _for_graphs.get(device, (None, 0))
     if zeros is None or used + count > len(zeros):
         # Zeroed by the graph at every replay: a little slower, never wrong.

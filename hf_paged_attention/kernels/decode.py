@@ -10,12 +10,13 @@ import torch
 import triton
 import triton.language as tl
 
-from .checks import check_attention, strides_or_zeros
+from .checks import AttentionShape, check_attention, strides_or_zeros
 from .convert import ASSEMBLY, FLOAT, dot_dtypes, fitted, pool_bytes, pool_factor, pool_format
 from .counters import take_counters
 from .dependent import dependent_launch, follow
-from .integers import next_power_of_2
-from .launch import DecodePlan, plan_decode
+from .integers import cdiv, next_power_of_2
+from .known_calls import Launch, known_call
+from .launch import REGIME_KEYS, DecodePlan, plan_decode
 from .merge import merge_partials
 from .pool_descriptors import pool_matrix
 from .softmax import LN_2, LOG2_E, attend_tiles
@@ -98,6 +99,12 @@ def _decode_kernel(
     seq_lens_ptr,
     table_ptr,
     kv_start_ptr,
+    k_desc,
+    v_desc,
+    k_tail_ptr,
+    v_tail_ptr,
+    tail_table_ptr,
+    sealed_lens_ptr,
     num_requests,
     split_programs,
     min_tiles,
@@ -125,16 +132,10 @@ def _decode_kernel(
     stride_lse_token,
     stride_lse_head,
     stride_table,
-    k_desc,
-    v_desc,
     k_head_rows,
     k_block_rows,
     v_head_rows,
     v_block_rows,
-    k_tail_ptr,
-    v_tail_ptr,
-    tail_table_ptr,
-    sealed_lens_ptr,
     stride_kt_block,
     stride_kt_slot,
     stride_kt_head,
@@ -580,19 +581,32 @@ def decode_attention(
     """
     if max_query_len > 1:
         raise ValueError(f"decode_attention takes one query token a request, got max_query_len={max_query_len}")
-    shape = check_attention(
-        query, k_pool, v_pool, query_start_loc, seq_lens, block_table, window, softcap, sinks, k_scale, v_scale,
-        kv_start, k_tail, v_tail, tail_table, sealed_lens, out, lse,
+    given = plan
+
+    def prepare() -> tuple[AttentionShape, DecodePlan | None]:
+        shape = check_attention(
+            query, k_pool, v_pool, query_start_loc, seq_lens, block_table, window, softcap, sinks, k_scale, v_scale,
+            kv_start, k_tail, v_tail, tail_table, sealed_lens, out, lse,
+        )  # fmt: skip
+        if shape.tokens == 0 or shape.requests == 0:
+            return shape, given
+        allowed = {"values_by_slot": v_pool.stride(1) == 1, "whole_pages": shape.page == k_pool.shape[1]}
+        if given is None:
+            return shape, plan_decode(shape, max_seq_len=max_seq_len, window=window, **allowed)
+        return shape, given.for_call(shape, **allowed)
+
+    tensors = (
+        query, k_pool, v_pool, query_start_loc, seq_lens, block_table, sinks, k_scale, v_scale, kv_start, k_tail,
+        v_tail, tail_table, sealed_lens, out, lse,
     )  # fmt: skip
+    # A plan's regime follows from tiles of so many keys: not every step is of a kind of its own.
+    longest = cdiv(max_seq_len, REGIME_KEYS)
+    call = known_call(prepare, tensors, "decode", longest, scale, window, softcap, given, query.device)
+    shape, plan = call.shape, call.plan
     if out is None:
         out = query.new_empty(shape.tokens, shape.query_heads, shape.value_dim)
     if shape.tokens == 0 or shape.requests == 0:
         return out
-    allowed = {"values_by_slot": v_pool.stride(1) == 1, "whole_pages": shape.page == k_pool.shape[1]}
-    if plan is None:
-        plan = plan_decode(shape, max_seq_len=max_seq_len, window=window, **allowed)
-    else:
-        plan = plan.for_call(shape, **allowed)
     k_matrix = v_matrix = None
     block_d, block_dv = shape.channels
     as_bytes = plan.products == "bytes"
@@ -602,85 +616,77 @@ def decode_attention(
     if plan.descriptors:
         k_matrix = pool_matrix(k_elements, keys=plan.block_n, channels=block_d)
         v_matrix = pool_matrix(v_elements, keys=plan.block_n, channels=block_dv)
-    key_factor, out_factor = (1.0, 1.0) if as_bytes else (pool_factor(k_pool.dtype), pool_factor(v_pool.dtype))
-    key_dtype, value_dtype = dot_dtypes(query.dtype, k_pool.dtype, v_pool.dtype)
-    tail_dtype, _ = dot_dtypes(query.dtype, query.dtype, query.dtype)
     programs = plan.programs + shape.requests
     partial_out = query.new_empty(programs, shape.query_heads, shape.value_dim, dtype=torch.float32)
     partial_lse = query.new_empty(programs, shape.query_heads, dtype=torch.float32)
-    _decode_kernel[(shape.kv_heads, programs)](
-        query,
-        k_elements,
-        v_elements,
-        k_scale,
-        v_scale,
-        sinks,
-        out,
-        lse,
-        partial_out,
-        partial_lse,
-        take_counters((programs + shape.requests) * shape.kv_heads, query.device),
-        query_start_loc,
-        seq_lens,
-        block_table,
-        kv_start,
-        shape.requests,
-        plan.programs,
-        plan.min_tiles,
-        abs(scale) * key_factor * (1.0 if softcap else LOG2_E.value),
-        softcap,
-        out_factor,
-        query.stride(0),
-        query.stride(1),
-        *k_elements.stride(),
-        *v_elements.stride(),
-        *strides_or_zeros(k_scale, 3)[:3],
-        *strides_or_zeros(v_scale, 3)[:3],
-        out.stride(0),
-        out.stride(1),
-        *strides_or_zeros(lse, 2),
-        block_table.stride(0),
-        k_matrix.descriptor if k_matrix else None,
-        v_matrix.descriptor if v_matrix else None,
-        k_matrix.rows_a_head if k_matrix else 0,
-        k_matrix.rows_a_block if k_matrix else 0,
-        v_matrix.rows_a_head if v_matrix else 0,
-        v_matrix.rows_a_block if v_matrix else 0,
-        k_tail,
-        v_tail,
-        tail_table,
-        sealed_lens,
-        *strides_or_zeros(k_tail, 4),
-        *strides_or_zeros(v_tail, 4),
-        0 if tail_table is None else tail_table.stride(0),
-        GROUP=shape.group,
-        D=shape.head_dim,
-        DV=shape.value_dim,
-        WINDOW=window or 0,
-        KEY_FORMAT=pool_format(k_pool.dtype).value,
-        VALUE_FORMAT=pool_format(v_pool.dtype).value,
-        PAGE=shape.page,
-        TRANSPOSED=plan.products != "rows",
-        BYTES=as_bytes,
-        PIECES=plan.pieces,
-        SLOTS=plan.slots,
-        VALUES_BY_SLOT=v_pool.stride(1) == 1,
-        NEGATED=scale < 0,
-        TAIL=sealed_lens is not None,
-        BLOCK_R=1 if shape.requests == 1 else max(16, next_power_of_2(shape.requests)),
-        BLOCK_G=next_power_of_2(shape.group),
-        BLOCK_M=plan.query_rows(shape.group),
-        BLOCK_N=plan.block_n,
-        BLOCK_D=block_d,
-        BLOCK_DV=block_dv,
-        BLOCK_S=plan.merge_splits,
-        TEAM=plan.team,
-        KEY_DTYPE=key_dtype,
-        VALUE_DTYPE=value_dtype,
-        TAIL_DTYPE=tail_dtype,
-        num_warps=plan.num_warps,
-        num_stages=plan.num_stages,
-        **({} if plan.registers is None else {"maxnreg": plan.registers}),
-        **dependent_launch(query.device),
-    )
+
+    def rest() -> Launch:
+        key_factor, out_factor = (1.0, 1.0) if as_bytes else (pool_factor(k_pool.dtype), pool_factor(v_pool.dtype))
+        key_dtype, value_dtype = dot_dtypes(query.dtype, k_pool.dtype, v_pool.dtype)
+        tail_dtype, _ = dot_dtypes(query.dtype, query.dtype, query.dtype)
+        numbers = (
+            shape.requests,
+            plan.programs,
+            plan.min_tiles,
+            abs(scale) * key_factor * (1.0 if softcap else LOG2_E.value),
+            softcap,
+            out_factor,
+            query.stride(0),
+            query.stride(1),
+            *k_elements.stride(),
+            *v_elements.stride(),
+            *strides_or_zeros(k_scale, 3)[:3],
+            *strides_or_zeros(v_scale, 3)[:3],
+            out.stride(0),
+            out.stride(1),
+            *strides_or_zeros(lse, 2),
+            block_table.stride(0),
+            k_matrix.rows_a_head if k_matrix else 0,
+            k_matrix.rows_a_block if k_matrix else 0,
+            v_matrix.rows_a_head if v_matrix else 0,
+            v_matrix.rows_a_block if v_matrix else 0,
+            *strides_or_zeros(k_tail, 4),
+            *strides_or_zeros(v_tail, 4),
+            0 if tail_table is None else tail_table.stride(0),
+        )
+        constants = dict(
+            GROUP=shape.group,
+            D=shape.head_dim,
+            DV=shape.value_dim,
+            WINDOW=window or 0,
+            KEY_FORMAT=pool_format(k_pool.dtype).value,
+            VALUE_FORMAT=pool_format(v_pool.dtype).value,
+            PAGE=shape.page,
+            TRANSPOSED=plan.products != "rows",
+            BYTES=as_bytes,
+            PIECES=plan.pieces,
+            SLOTS=plan.slots,
+            VALUES_BY_SLOT=v_pool.stride(1) == 1,
+            NEGATED=scale < 0,
+            TAIL=sealed_lens is not None,
+            BLOCK_R=1 if shape.requests == 1 else max(16, next_power_of_2(shape.requests)),
+            BLOCK_G=next_power_of_2(shape.group),
+            BLOCK_M=plan.query_rows(shape.group),
+            BLOCK_N=plan.block_n,
+            BLOCK_D=block_d,
+            BLOCK_DV=block_dv,
+            BLOCK_S=plan.merge_splits,
+            TEAM=plan.team,
+            KEY_DTYPE=key_dtype,
+            VALUE_DTYPE=value_dtype,
+            TAIL_DTYPE=tail_dtype,
+            num_warps=plan.num_warps,
+            num_stages=plan.num_stages,
+            **({} if plan.registers is None else {"maxnreg": plan.registers}),
+            **dependent_launch(query.device),
+        )
+        return (shape.kv_heads, programs, 1), numbers, constants
+
+    tensors = (
+        query, k_elements, v_elements, k_scale, v_scale, sinks, out, lse, partial_out, partial_lse,
+        take_counters((programs + shape.requests) * shape.kv_heads, query.device), query_start_loc, seq_lens,
+        block_table, kv_start, k_matrix and k_matrix.descriptor, v_matrix and v_matrix.descriptor, k_tail, v_tail,
+        tail_table, sealed_lens,
+    )  # fmt: skip
+    call.launch(_decode_kernel, tensors, rest)
     return out

@@ -82,9 +82,11 @@ class UnifiedPlan:
 FEWEST_BYTES = 128
 
 
-# Tiles of 64 keys an SM up to which a decode call is "short": 1 x 6,144 for 8 KV heads on 132 SMs.
+# Keys of the tiles that `regime` counts.
+REGIME_KEYS = 64
+# Tiles of so many keys an SM up to which a decode call is "short": 1 x 6,144 for 8 KV heads on 132 SMs.
 SHORT_TILES = 6
-# Keys a request up to which fewer stages pay: more programs an SM hide each other's starts and ends.
+# Keys a request, whole tiles, up to which fewer stages pay: more programs an SM hide each other's starts and ends.
 BRIEF_KEYS = 1024
 
 
@@ -360,7 +362,7 @@ def regime(shape: AttentionShape, keys: int, gpu: Gpu) -> str:
     "short": latency, an SM has few tiles; "small pages": a tile is gathered from several; "many": the starts and ends
     of the programs of requests that fill the SMs unsplit, "brief" where each has few tiles; "long": the memory.
     """
-    tiles = shape.requests * shape.kv_heads * cdiv(keys, 64)
+    tiles = shape.requests * shape.kv_heads * cdiv(keys, REGIME_KEYS)
     if tiles <= SHORT_TILES * gpu.sms:
         return "short"
     if shape.page < (128 if shape.quantized else 64):

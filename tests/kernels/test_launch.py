@@ -7,6 +7,7 @@ import triton
 from hf_paged_attention.kernels.checks import AttentionShape
 from hf_paged_attention.kernels.launch import (
     DECODE,
+    REGIME_KEYS,
     UNIFIED,
     Gpu,
     plan_decode,
@@ -172,3 +173,14 @@ def test_a_plan_gives_way_to_what_the_tensors_allow():
     assert plan.for_call(shape, values_by_slot=True, whole_pages=False).products == "rows"
     wide_group = shape_of(71, 1, 128, pool_dtype=torch.int8)
     assert plan.for_call(wide_group, values_by_slot=True, whole_pages=True).products == "rows"
+
+
+@pytest.mark.parametrize("window", [None, 1, 100, 1000, 1024, 1030, 4096])
+@pytest.mark.parametrize(("requests", "kv_heads"), [(1, 1), (1, 8), (40, 8), (128, 8)])
+def test_a_decode_plan_follows_from_how_many_tiles_the_longest_request_has(window, requests, kv_heads):
+    """What `decode_attention` knows calls by."""
+    shape = shape_of(4 * kv_heads, kv_heads, 128, torch.bfloat16, torch.int8, requests=requests, page=128)
+    for longest in range(1, 2200):
+        end = -(-longest // REGIME_KEYS) * REGIME_KEYS
+        plan, last = (plan_decode(shape, max_seq_len=keys, window=window, gpu=HOPPER) for keys in (longest, end))
+        assert plan == last
