@@ -91,7 +91,7 @@ def _prepare_cache(
     if not wants_default or cache is not None:
         if isinstance(cache, PagedCache):
             cache.is_built_by_generate = False  # if it was, its user has it now
-            cache.sequences.longest = generation_config.max_length
+            cache.sequences.expect(generation_config.max_length)
             if automatic is not None:
                 automatic.look_at(cache, generation_config, given["generation_mode"])
         return original(*args, **kwargs)
@@ -100,7 +100,7 @@ def _prepare_cache(
         cache.activate_past_recording()
         cache.sequences.is_draft = True
     cache.is_built_by_generate = True
-    cache.sequences.longest = generation_config.max_length
+    cache.sequences.expect(generation_config.max_length)
     model_kwargs[CACHE_ARGUMENT] = cache
     if automatic is not None and automatic.look_at(cache, generation_config, given["generation_mode"]):
         samples = max(generation_config.num_beams or 1, generation_config.num_return_sequences or 1)

@@ -14,7 +14,7 @@ from ..types import BatchMetadata, PagedKV
 from .batch import ForwardPass
 from .formats import CacheFormat
 from .sequences import Sequences
-from .storage import Memory, Storage
+from .storage import GROWTH, Memory, Storage
 from .table import BlockTable
 from .tail import Unsealed
 from .writing import write_beside
@@ -189,6 +189,9 @@ class PagedLayer(CacheLayerMixin):
         sequences = self.sequences
         # With an index blocks stay when their rows are gone.
         if sequences.longest is None or sequences.prefixes is not None:
+            return None
+        # Many short calls (a draft's, a token at a time) would copy everything for every block that they add.
+        if sequences.longest - sequences.began < sequences.began * GROWTH:
             return None
         more = sequences.longest - sequences.columns_given
         return self.table.capacity_for(sequences.lengths, more, sequences.keeps_past) if more >= 0 else None

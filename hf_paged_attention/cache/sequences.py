@@ -72,7 +72,9 @@ class Sequences:
 
     def _forget(self) -> None:
         self.batch_size: int | None = None
-        self.longest: int | None = None  # columns that the present call of `generate` may reach, where that is known
+        # Of the present call of `generate`, where they are known: columns that it may reach, and that it began with.
+        self.longest: int | None = None
+        self.began = 0
         self.lengths: list[int] = []  # real tokens a row, the current pass included
         self.current: ForwardPass | None = None
         self._together: ForwardPass | None = None  # the last step of all layers at once
@@ -90,6 +92,10 @@ class Sequences:
     def columns(self) -> int:
         """Columns (tokens a row, padding included) that every layer holds: Transformers' sequence length."""
         return min(self.progress, default=0)
+
+    def expect(self, longest: int | None) -> None:
+        """A call of `generate` begins that may reach `longest` columns."""
+        self.longest, self.began = longest, self.columns
 
     @property
     def columns_given(self) -> int:
@@ -333,7 +339,9 @@ class Sequences:
                 if block != FREED:
                     self.tail.pool.share(block)
         self._clear_tables()
+        longest, began = self.longest, self.began
         self._forget()
+        self.longest, self.began = longest, began  # prefill adopts within a call
         for window, table in self.tables.items():
             table.start(len(rows))
             table.rows = [list(row.blocks[window]) for row in rows]

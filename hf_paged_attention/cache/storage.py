@@ -158,6 +158,10 @@ class Storage:
             return 0
         return self.num_heads * (self.key_dim * self._k_tail.itemsize + self.value_dim * self._v_tail.itemsize)
 
+    def __getstate__(self) -> dict[str, Any]:
+        # Views are copied apart from what they are views of: made again where they are asked for.
+        return {**self.__dict__, "_kv": None}
+
     def kv(self) -> PagedKV:
         """The pools of the moment; the same object until one of them is replaced."""
         if self._kv is None:

@@ -125,8 +125,22 @@ def _check_scale(name: str, pool: torch.Tensor, scales: torch.Tensor | None) -> 
             not packed or pool.numel() == 0 or pool.stride(3) == 1,
             lambda: f"an int4 pool must be contiguous in its last dimension, got strides {pool.stride()}",
         )
+        if packed and _channels(pool) % 8 == 0:  # kernels read four bytes at a time
+            _check_words("an int4 pool", pool)
+            if scales.shape[4] % 2 == 0:
+                _check_words(name, scales)
     else:
         _require(scales is None, lambda: f"{name} belongs to int8 and float8_e4m3fn pools; this pool is {pool.dtype}")
+
+
+def _check_words(name: str, tensor: torch.Tensor) -> None:
+    """Rows of the last dimension must begin where a 32-bit number can be read."""
+    size = tensor.element_size()
+    strides = [stride for length, stride in zip(tensor.shape, tensor.stride(), strict=True) if length > 1]
+    _require(
+        tensor.data_ptr() % 4 == 0 and all(stride * size % 4 == 0 for stride in strides if stride != 1),
+        lambda: f"{name} must have rows that begin at multiples of four bytes, got strides {tensor.stride()}",
+    )
 
 
 def check_turn_factor(turn_factor: torch.Tensor, kv_heads: int, head_dim: int) -> None:

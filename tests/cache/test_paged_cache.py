@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import copy
 import math
+import pickle
 
 import pytest
 import torch
@@ -261,11 +262,16 @@ def test_another_batch_size_is_refused_and_nothing_is_lost():
     assert_outputs(run_pass(cache, new), rows, new)
 
 
-def test_a_deep_copy_goes_its_own_way():
+@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
+def test_a_copy_goes_its_own_way(copied):
     cache = small_cache()
     rows = tokens(20)
     run_pass(cache, rows)
-    other = copy.deepcopy(cache)
+    other = copied(cache)
+    another = copied(cache)
+    first, then = tokens(5, start=300), tokens(90, start=400)
+    run_pass(another, first)
+    assert_outputs(run_pass(another, then), [rows[0] + first[0]], then)
     run_pass(cache, tokens(5, start=100))
     new = tokens(3, start=200)
     assert_outputs(run_pass(other, new), rows, new)

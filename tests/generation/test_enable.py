@@ -102,3 +102,24 @@ def test_pools_have_no_more_blocks_than_the_call_can_need(decode, prompt, new):
     out = model.generate(**prompts(prompt, prompt - 3), max_new_tokens=new, return_dict_in_generate=True)
     for layer in returned_cache(out).layers:
         assert layer.storage.num_blocks == 2 * -(-(prompt + new) // 16)
+
+
+@pytest.mark.parametrize("decode", ["plain", "compile"])
+def test_what_a_call_can_reach_survives_a_beginning_that_its_prompts_share(decode):
+    model = hf_paged_attention.enable(build("Llama"), decode=decode, compile=False, block_size=16)
+    texts = torch.cat([prompts(64)["input_ids"].expand(2, -1), prompts(86, 86)["input_ids"]], 1)
+    inputs = {"input_ids": texts, "attention_mask": torch.ones_like(texts)}
+    cache = returned_cache(model.generate(**inputs, max_new_tokens=40, return_dict_in_generate=True))
+    assert cache.sequences.longest == 190
+    for layer in cache.layers:
+        assert layer.storage.num_blocks == layer.num_blocks_in_use == 20
+
+
+def test_calls_of_one_token_do_not_copy_the_pools_for_every_block():
+    model = hf_paged_attention.enable(build("Llama"))
+    cache = PagedCache(model.config, block_size=16)
+    ids, sizes = prompts(200)["input_ids"], set()
+    for _ in range(100):
+        ids = model.generate(ids, attention_mask=torch.ones_like(ids), past_key_values=cache, max_new_tokens=1)
+        sizes.add(cache.layers[0].storage.num_blocks)
+    assert len(sizes) <= 5

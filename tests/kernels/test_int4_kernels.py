@@ -351,6 +351,17 @@ def test_bad_arguments_are_named(kernel, change, message):
         KERNELS[kernel](case.query, **{**case.arguments(), **change})
 
 
+@pytest.mark.parametrize("name", ["k_pool", "v_pool", "k_scale", "v_scale"])
+def test_rows_that_do_not_begin_at_words_are_refused(kernel, name):
+    """Kernels read four bytes at a time."""
+    case = Case([70]).store()
+    tensor = case.arguments()[name]
+    bytes_apart = torch.zeros(*tensor.shape[:2], tensor[0, 0].numel() + 1, dtype=tensor.dtype, device=DEVICE)
+    apart = bytes_apart[..., :-1].unflatten(2, tensor.shape[2:]).copy_(tensor)
+    with pytest.raises(ValueError, match="multiples of four bytes"):
+        KERNELS[kernel](case.query, **{**case.arguments(), name: apart})
+
+
 def test_int4_keys_are_not_written_a_token_at_a_time():
     case = Case([70], [70])
     pools = {name: case.args[name] for name in ("k_pool", "v_pool", "k_scale", "v_scale")}
