@@ -144,7 +144,9 @@ def fitted(q, scale, dtype: tl.constexpr):
     """
     if dtype == tl.float16 and q.dtype != tl.float16:
         x = q.to(tl.float32)
-        exponent = tl.max(tl.max(tl.abs(x).to(tl.int32, bitcast=True) >> 23, 1), 0)
+        exponent = tl.abs(x).to(tl.int32, bitcast=True) >> 23
+        # A row that is not finite says nothing of the others.
+        exponent = tl.max(tl.max(tl.where(exponent == 255, 0, exponent), 1), 0)
         # 2^(exponent - 127 - 14), in the bits of a float32 that is not subnormal.
         power = tl.maximum(exponent - 14, 1)
         q = x * ((254 - power) << 23).to(tl.float32, bitcast=True)

@@ -219,6 +219,19 @@ def test_queries_that_float16_does_not_hold(kernel, pools, size):
         case.check(KERNELS[kernel], plan)
 
 
+@pytest.mark.parametrize("bad", [math.inf, math.nan])
+@pytest.mark.parametrize("pools", [(INT4, INT4), (torch.int8, torch.int8)], ids=["int4", "int8"])
+def test_a_query_that_is_not_finite_spoils_no_other(kernel, pools, bad):
+    case = Case([75, 40], [20, 40] if kernel == "unified" else None, pools=pools, dtype=torch.bfloat16).store()
+    case.query[0, 0, 3] = bad
+    got, want = torch.zeros_like(case.query), torch.zeros_like(case.query, dtype=torch.float64)
+    KERNELS[kernel](case.query, **case.arguments(), out=got)
+    reference_attention(case.query.double(), **case.arguments(), out=want)
+    assert not got[0, 0].isfinite().any()
+    got[0, 0] = want[0, 0] = 0
+    torch.testing.assert_close(got.double(), want, atol=TOLERANCE[torch.bfloat16], rtol=0)
+
+
 @pytest.mark.parametrize(("head_dim", "value_dim"), [(192, 128), (64, 32), (32, 80)])
 def test_values_of_another_head_dim(kernel, head_dim, value_dim):
     check(kernel, [75, 40], [20, 40], head_dim=head_dim, value_dim=value_dim)
