@@ -10,7 +10,8 @@ import torch
 import triton
 import triton.language as tl
 
-from .checks import AttentionShape, check_attention, strides_or_zeros
+from .arguments import layout_arguments
+from .checks import AttentionShape, check_attention
 from .convert import ASSEMBLY, FLOAT, dot_dtypes, fitted, pool_bytes, pool_factor, pool_format
 from .counters import take_counters
 from .dependent import dependent_launch, follow
@@ -624,6 +625,10 @@ def decode_attention(
         key_factor, out_factor = (1.0, 1.0) if as_bytes else (pool_factor(k_pool.dtype), pool_factor(v_pool.dtype))
         key_dtype, value_dtype = dot_dtypes(query.dtype, k_pool.dtype, v_pool.dtype)
         tail_dtype, _ = dot_dtypes(query.dtype, query.dtype, query.dtype)
+        layout = layout_arguments(
+            query, k_elements, v_elements, k_scale, v_scale, out, lse, block_table, k_matrix, v_matrix, k_tail, v_tail,
+            tail_table,
+        )  # fmt: skip
         numbers = (
             shape.requests,
             plan.programs,
@@ -631,23 +636,7 @@ def decode_attention(
             abs(scale) * key_factor * (1.0 if softcap else LOG2_E.value),
             softcap,
             out_factor,
-            query.stride(0),
-            query.stride(1),
-            *k_elements.stride(),
-            *v_elements.stride(),
-            *strides_or_zeros(k_scale, 3)[:3],
-            *strides_or_zeros(v_scale, 3)[:3],
-            out.stride(0),
-            out.stride(1),
-            *strides_or_zeros(lse, 2),
-            block_table.stride(0),
-            k_matrix.rows_a_head if k_matrix else 0,
-            k_matrix.rows_a_block if k_matrix else 0,
-            v_matrix.rows_a_head if v_matrix else 0,
-            v_matrix.rows_a_block if v_matrix else 0,
-            *strides_or_zeros(k_tail, 4),
-            *strides_or_zeros(v_tail, 4),
-            0 if tail_table is None else tail_table.stride(0),
+            *layout,
         )
         constants = dict(
             GROUP=shape.group,
