@@ -282,7 +282,8 @@ UNIFIED: dict[str, dict[tuple, UnifiedPlan]] = {
 }
 # end table
 # For int4, and for keys and values in two formats, whose tiles are decoded in registers; by largest head size. The
-# first is for int4 values on Hopper, measured on an H200; the second for all else, by what the compiler spills.
+# first is for int4 values on Hopper, the second for all else. MIXED_DECODE is by what the compiler spills; the others
+# were measured on an H200.
 INT4_DECODE = {
     128: DecodeChoice(64, 4, 3, 3, 2, "keys", 2, False, 168),
     512: DecodeChoice(64, 4, 2, 2, 2, "keys", 2, False),
@@ -434,19 +435,13 @@ def plan_unified(
 ) -> UnifiedPlan:
     """The tile of `unified_attention`: as many rows as the batch fills, as many keys as shared memory holds."""
     gpu = gpu or gpu_of(shape.device)
-    specialised = plan_specialised(shape, max_query_len, gpu, window)
-    return replace(_plan_unified(shape, max_query_len, gpu), specialised=specialised)
-
-
-@lru_cache(maxsize=4096)
-def _plan_unified(shape: AttentionShape, max_query_len: int, gpu: Gpu) -> UnifiedPlan:
-    """`plan_unified` for the general kernel: worked out once, since each layer of a pass asks."""
     wide = max(shape.head_dim, shape.value_dim) > 128
     plan = _row(UNIFIED, gpu, shape, prefill_regime(shape, gpu), "long")
     if plan is None and shape.query_dtype.itemsize == 4:
         # Three products of 11-bit floats, whose operands lie in shared memory twice.
         plan = UnifiedPlan(64, 32, 4, 2)
     plan = plan or UnifiedPlan(128, 64, 8 if wide else 4, 2)
+    plan = replace(plan, specialised=plan_specialised(shape, max_query_len, gpu, window))
     group_rows = next_power_of_2(shape.group)
     rows = max(16, group_rows, min(plan.block_m, next_power_of_2(max_query_len * shape.group)))
     # A warp takes 16 rows at least.
@@ -478,12 +473,7 @@ def plan_decode(
     """
     gpu = gpu or gpu_of(shape.device)
     keys = max_seq_len if window is None else min(window, max_seq_len)
-    return _plan_decode(shape, regime(shape, keys, gpu), values_by_slot, whole_pages, gpu)
-
-
-@lru_cache(maxsize=4096)
-def _plan_decode(shape: AttentionShape, name: str, values_by_slot: bool, whole_pages: bool, gpu: Gpu) -> DecodePlan:
-    """`plan_decode` in a regime: worked out once, since each layer of each step asks."""
+    name = regime(shape, keys, gpu)
     # A brief call without a row of its own is one of many.
     names = ("brief", "many", "long") if name == "brief" else (name, "long")
     row = _row(DECODE, gpu, shape, *names) or DecodeChoice(64, 4, 3, 4, 2, "rows", 2, False)
@@ -524,7 +514,6 @@ def plan_turn(
     return _turn_tile(rows <= 32 * gpu.sms, head_dim, dtype)
 
 
-@lru_cache(maxsize=4096)
 def plan_write(
     *,
     rows: int,

@@ -384,8 +384,8 @@ def unified_attention(
         query, k_pool, v_pool, query_start_loc, seq_lens, block_table, sinks, k_scale, v_scale, kv_start, k_tail,
         v_tail, tail_table, sealed_lens, out, lse,
     )  # fmt: skip
-    numbers = max_query_len, max_seq_len, scale, window, softcap, given, query.device
-    call = known_call(prepare, tensors, "unified", *numbers)
+    # max_seq_len has no say in the plan.
+    call = known_call(prepare, tensors, "unified", max_query_len, scale, window, softcap, given, query.device)
     shape, plan = call.shape, call.plan
     if out is None:
         out = query.new_empty(shape.tokens, shape.query_heads, shape.value_dim)
